@@ -35,6 +35,9 @@ class EngineConfig:
         download_dir: Directory for downloads.
         load_format: ``safetensors`` or ``pt`` (pytorch_model.bin) reads only such files, ``auto`` also Orbax: the first
             that has the model's tensors. ``dummy`` fills the weights with small random numbers and needs no files.
+        quantization: Method that the checkpoint's weights must be quantized with, such as ``awq``, ``gptq`` or ``fp8``;
+            None: what the checkpoint says. Weights that are not stored quantized are not quantized when they are
+            loaded.
         hf_overrides: Values that replace those of ``config.json``.
         generation_config: Source of default sampling parameters: ``auto`` reads the model's generation_config.json,
             ``vllm`` uses none, anything else is a directory with that file. ``max_new_tokens`` in such a directory also
@@ -82,6 +85,12 @@ class EngineConfig:
         enable_prefix_caching: Keep the pages of finished requests for later requests with the same prefix.
         deterministic: Make the bits of a greedy or seeded request's results independent of the batch. None: on if
             native kernels run the whole model, where it is free; elsewhere True makes steps up to three times as slow.
+        speculative_config: Speculative decoding, such as ``{"method": "ngram", "num_speculative_tokens": 4}``: each
+            step verifies at most that many draft tokens per sequence. ``ngram`` proposes the tokens that followed the
+            latest ``prompt_lookup_max`` tokens (or fewer, down to ``prompt_lookup_min``; both 5 by default) where these
+            first occurred in the prompt or the output. With ``deterministic``, completions are bit for bit those
+            without drafts; otherwise drafts affect them no more than other requests in a batch do. Requests with
+            structured outputs or ``min_tokens`` take no drafts.
         async_scheduling: Launch a step before the tokens of the previous step are known.
         max_logprobs: Largest number of logprobs per position that a request may ask for; -1 for the whole vocabulary.
         logprobs_mode: Values of logprobs: ``raw_logprobs`` before masks, penalties and temperature,
@@ -119,6 +128,7 @@ class EngineConfig:
     tokenizer_revision: str | None = None
     download_dir: str | None = None
     load_format: str = "auto"
+    quantization: str | None = None
     hf_overrides: dict[str, Any] | None = None
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
@@ -146,6 +156,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     enable_prefix_caching: bool = True
     deterministic: bool | None = None
+    speculative_config: dict[str, Any] | None = None
     async_scheduling: bool | None = None
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
@@ -179,6 +190,11 @@ class EngineConfig:
         if kept.get("mesh") is not None:
             parse_mesh(kept["mesh"], kept)
         return cls(model=model, **kept)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most draft tokens per sequence and step; 0 without speculative decoding."""
+        return 0 if self.speculative_config is None else self.speculative_config["num_speculative_tokens"]
 
     @property
     def is_pooling(self) -> bool:

@@ -24,6 +24,8 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 STEP_KINDS = ("decode", "mixed")
 KERNELS = ("native", "xla")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
+SPECULATIVE_METHODS = MappingProxyType({"ngram": ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")})
+"""Methods of ``speculative_config``, and the further keys of each, which are integers >= 1."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 RUNNERS = ("auto", "generate", "pooling")
@@ -71,7 +73,7 @@ _CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
 )
 _TEXT_FIELDS = (
     "tokenizer hf_token revision tokenizer_revision download_dir generation_config chat_template "
-    "attention_backend compilation_cache_dir reasoning_parser tool_call_parser"
+    "attention_backend compilation_cache_dir reasoning_parser tool_call_parser quantization"
 ).split()
 _TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
     {
@@ -86,6 +88,7 @@ _TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
         "logits_processors": list,
         "hf_overrides": dict,
         "compile_sizes": dict,
+        "speculative_config": dict,
         "override_generation_config": dict,
         **dict.fromkeys(_TEXT_FIELDS, str),
     }
@@ -127,6 +130,7 @@ def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[
     _check_numbers(values)
     _check_generation_config("override_generation_config", given.get("override_generation_config", {}))
     _check_compile_sizes("compile_sizes", given.get("compile_sizes", {}))
+    checked["speculative_config"] = _check_speculation("speculative_config", values["speculative_config"])
     return checked
 
 
@@ -164,6 +168,26 @@ def _check_compile_sizes(name: str, values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}.{kind}: expected a list of at least one integer, got {sizes!r}")
         for i, size in enumerate(sizes):
             _check_whole(f"{name}.{kind}[{i}]", size, 1)
+
+
+def _check_speculation(name: str, values: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the values without those that are None; None if there are no values."""
+    if values is None:
+        return None
+    given = {key: value for key, value in values.items() if value is not None}
+    method = given.get("method")
+    if method not in tuple(SPECULATIVE_METHODS):
+        raise ConfigError(f"{name}.method: expected one of {', '.join(SPECULATIVE_METHODS)}, got {method!r}")
+    known = SPECULATIVE_METHODS[method]
+    for key in given:
+        if key not in ("method", *known):
+            raise ConfigError(f"{name}: expected method, {', '.join(known)} with method {method!r}; got {key!r}")
+    for key in ("num_speculative_tokens", *(key for key in known if key in given)):
+        _check_whole(f"{name}.{key}", given.get(key), 1)
+    least, most = given.get("prompt_lookup_min", 1), given.get("prompt_lookup_max", math.inf)
+    if least > most:
+        raise ConfigError(f"{name}: prompt_lookup_min={least} must be at most prompt_lookup_max={most}")
+    return given
 
 
 def parse_length(name: str, value: Any) -> int:

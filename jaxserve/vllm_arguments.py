@@ -85,12 +85,12 @@ SERVE_REFUSED: Final[Mapping[str, Argument]] = MappingProxyType(
 
 SAME: Final = tuple(
     "model runner convert tokenizer tokenizer_mode trust_remote_code download_dir load_format dtype seed max_model_len "
-    "pipeline_parallel_size tensor_parallel_size data_parallel_size enable_expert_parallel block_size "
+    "quantization pipeline_parallel_size tensor_parallel_size data_parallel_size enable_expert_parallel block_size "
     "enable_prefix_caching gpu_memory_utilization kv_cache_memory_bytes max_num_batched_tokens max_num_seqs "
     "long_prefill_token_threshold max_logprobs logprobs_mode disable_log_stats revision tokenizer_revision hf_token "
     "hf_overrides num_gpu_blocks_override enable_chunked_prefill reasoning_parser tool_call_parser scheduling_policy "
     "generation_config override_generation_config attention_backend logits_processors async_scheduling "
-    "chat_template".split()
+    "chat_template speculative_config".split()
 )
 """vLLM's arguments that are settings of the engine."""
 

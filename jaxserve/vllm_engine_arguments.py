@@ -17,8 +17,7 @@ _COLLECTIVES = "one process drives all devices; XLA implements their collectives
 _EXPERTS = "the layout says how rows reach experts"
 _METRICS = "these metrics do not exist; see the server's page for those that do"
 _SCHEDULER = "the scheduler has no such limit"
-_SPECULATION = "speculative decoding is not implemented"
-_QUANTIZED = "quantized weights are not implemented"
+_SPECULATION = "use `speculative_config`"
 _TRANSFER = "KV transfer is not implemented"
 
 NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
@@ -85,7 +84,7 @@ NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
         "model_loader_extra_config": Argument(_PARALLEL_LOADING, {}),
         "ignore_patterns": Argument("the model's files are found by the tensors in them", ()),
         "code_revision": Argument("code that comes with a model never runs"),
-        "allow_deprecated_quantization": Argument(_QUANTIZED, False),
+        "allow_deprecated_quantization": Argument("no method of quantization is deprecated", False),
         "prefix_caching_hash_algo": Argument(
             "keys are SHA-256", "sha256", ("sha256_cbor", "xxhash", "xxhash_cbor", "builtin")
         ),
@@ -170,7 +169,7 @@ NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
         "kv_cache_metrics_sample": Argument(_METRICS),
         "enable_mfu_metrics": Argument(_METRICS, False),
         "enable_layerwise_nvtx_tracing": Argument(_METRICS, False),
-        "per_request_spec_decode_metrics": Argument(_SPECULATION, "none"),
+        "per_request_spec_decode_metrics": Argument(_METRICS, "none"),
         "jit_monitor_mode": Argument("nothing compiles once the engine is ready"),
         "jit_monitor_verbose": Argument("nothing compiles once the engine is ready", False),
         "renderer_num_workers": Argument("prompts are rendered on a pool of threads"),
@@ -187,14 +186,12 @@ NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
 
 REFUSED: Final[Mapping[str, Argument]] = MappingProxyType(
     {
-        "quantization": Argument(_QUANTIZED),
-        "quantization_config": Argument(_QUANTIZED, {}),
+        "quantization_config": Argument("weights are not quantized when they are loaded", {}),
         "kv_cache_dtype": Argument("the KV cache has the model's dtype", "auto"),
         "calculate_kv_scales": Argument("the KV cache has the model's dtype", False),
         "cpu_offload_gb": Argument("weights are not kept in host memory: use more devices", 0),
         "offload_group_size": Argument("weights are not kept in host memory: use more devices", 0),
         "kv_offloading_size": Argument("pages are not kept in host memory", 0),
-        "speculative_config": Argument(_SPECULATION, {}),
         "spec_method": Argument(_SPECULATION),
         "spec_model": Argument(_SPECULATION),
         "spec_tokens": Argument(_SPECULATION),

@@ -101,8 +101,8 @@ MUTATIONS = (
     Mutation(
         "HTTP: the usage counts the tokens of one prompt of several",
         "jaxserve/server/http_api/generation.py",
-        "num_prompt = sum(usage.num_prompt_tokens or 0 for",
-        "num_prompt = max(usage.num_prompt_tokens or 0 for",
+        "num_prompt = sum(entry.num_prompt_tokens or 0 for",
+        "num_prompt = max(entry.num_prompt_tokens or 0 for",
         ("tests/jaxserve/server",),
     ),
     Mutation(

@@ -181,4 +181,4 @@ async def read_all(frontend: Frontend, text: str = "Hello", name: str = "cmpl-1"
     params = fields.pop("params", SamplingParams(max_tokens=8))
     request = Request(request_id=name, text=text, params=params, **fields)
     with frontend.ledger.admit(ANYBODY):
-        return [one async for one in frontend.generate(ANYBODY, request)]
+        return [one async for one in frontend.generate(frontend.entry(ANYBODY, request))]

@@ -1,21 +1,27 @@
-"""A runner in another process: nothing but pickled plans goes there, nothing but pickled results comes back."""
+"""A runner in another process: plans go there as bytes of ``plan_codec``, results come back as numbers. No pickle."""
 
-import multiprocessing
-import pickle
-from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
+import msgpack
 import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.device import batch
 from jaxserve.device.build import load_params, plan_engine
 from jaxserve.device.runner import LocalRunner
-from jaxserve.device.runner_interface import StepResult
+from jaxserve.device.runner_interface import RowError, StepResult
 from jaxserve.device.stage import Stage
+from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan_codec import decode_plans, encode_plans
 
 
 class RemoteRunner:
@@ -29,21 +35,21 @@ class RemoteRunner:
     """
 
     def __init__(self, config: EngineConfig):
-        context = multiprocessing.get_context("spawn")
-        self._link, other = context.Pipe()
-        self._process = context.Process(target=serve, args=(other, config))
-        self._process.start()
-        other.close()
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), json.dumps(dataclasses.asdict(config))]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self._link = Connection(ours.detach())
         self.plans: list[bytes] = []
 
     def launch(self, plans: Sequence[StepPlan]) -> int:
         """See ``Runner``."""
-        self.plans.append(pickle.dumps(plans))
+        self.plans.append(encode_plans(plans))
         return self._ask("launch", self.plans[-1])
 
     def collect(self, handle: int) -> list[StepResult]:
         """See ``Runner``."""
-        return self._ask("collect", pickle.dumps(handle))
+        return [_result(fields) for fields in self._ask("collect", handle)]
 
     def weights(self) -> dict[str, np.ndarray]:
         """See ``Runner``."""
@@ -51,7 +57,7 @@ class RemoteRunner:
 
     def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
         """See ``Runner``."""
-        self._ask("set_weights", pickle.dumps(weights))
+        self._ask("set_weights", dict(weights))
 
     def num_buffers(self) -> int:
         """How many buffers were built for the plans so far."""
@@ -65,12 +71,43 @@ class RemoteRunner:
         """See ``Runner``."""
         self._ask("close")
         self._link.close()
-        self._process.join(60)
-        assert self._process.exitcode == 0
+        assert self._process.wait(60) == 0
 
-    def _ask(self, method: str, *arguments: bytes) -> Any:
-        self._link.send_bytes(pickle.dumps((method, arguments)))
-        return pickle.loads(self._link.recv_bytes())
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        self._link.send_bytes(_pack([method, *arguments]))
+        return _unpack(self._link.recv_bytes())
+
+
+def _pack(value: Any) -> bytes:
+    return msgpack.Packer(default=_plain).pack(value)
+
+
+def _unpack(data: bytes) -> Any:
+    return msgpack.unpackb(data, object_hook=_array)
+
+
+def _plain(value: Any) -> Any:
+    """An array as its dtype, shape and bytes; an error of a row as its text."""
+    return (
+        str(value)
+        if isinstance(value, Exception)
+        else {"dtype": value.dtype.name, "shape": value.shape, "bytes": value.tobytes()}
+    )
+
+
+def _array(fields: dict[str, Any]) -> Any:
+    """The array of these fields; another mapping is itself."""
+    if fields.keys() != {"dtype", "shape", "bytes"}:
+        return fields
+    return np.frombuffer(bytearray(fields["bytes"]), fields["dtype"]).reshape(fields["shape"])
+
+
+def _result(fields: list[Any]) -> StepResult:
+    """The result of a lane from its fields."""
+    tokens, logprobs, prompt_logprobs, sums, expert_tokens, errors = fields
+    scores, prompt_scores = (None if each is None else TokenLogprobs(*each) for each in (logprobs, prompt_logprobs))
+    failed = tuple(RowError(row, RuntimeError(text)) for row, text in errors)
+    return StepResult(tokens, scores, prompt_scores, sums, expert_tokens, failed)
 
 
 def serve(link: Connection, config: EngineConfig) -> None:
@@ -83,8 +120,15 @@ def serve(link: Connection, config: EngineConfig) -> None:
     runner = LocalRunner([stage])
     method = ""
     with mock.patch.object(batch, "build", side_effect=batch.build) as build:
+        methods: dict[str, Callable[..., Any]] = {
+            "launch": lambda data: runner.launch(decode_plans(data)),
+            "num_buffers": lambda: build.call_count,
+            **{name: getattr(runner, name) for name in ("collect", "weights", "set_weights", "reset", "close")},
+        }
         while method != "close":
-            method, arguments = pickle.loads(link.recv_bytes())
-            is_count = method == "num_buffers"
-            found = build.call_count if is_count else getattr(runner, method)(*map(pickle.loads, arguments))
-            link.send_bytes(pickle.dumps(found))
+            method, *arguments = _unpack(link.recv_bytes())
+            link.send_bytes(_pack(methods[method](*arguments)))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])), EngineConfig(**json.loads(sys.argv[2])))

@@ -19,9 +19,10 @@ from jaxserve.device.layout_choice import choose_layout, choose_stages, count_st
 from jaxserve.device.memory import (
     MemoryNeeds,
     device_memory_bytes,
+    fit_to_memory,
+    memory_needs,
     set_gpu_memory_fraction,
 )
-from jaxserve.device.memory_fit import fit_to_memory, memory_needs
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
@@ -49,7 +50,7 @@ def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
     Raises:
         ConfigError: A name cannot be imported, or an object is not a ``LogitsProcessor``.
     """
-    found = []
+    processors = []
     for item in given:
         processor = _import(item) if isinstance(item, str) else item
         if isinstance(processor, type):
@@ -58,9 +59,9 @@ def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
             raise ConfigError(
                 f"logits_processors: expected a LogitsProcessor (callable, with a mapping `arguments`), got {item!r}"
             )
-        found.append(processor)
-    argument_names(found)
-    return tuple(found)
+        processors.append(processor)
+    argument_names(processors)
+    return tuple(processors)
 
 
 def _import(name: str) -> Any:
@@ -136,12 +137,11 @@ def find_model(config: EngineConfig) -> Path:
     return find_model_directory(config.model, config.revision, config.download_dir, config.hf_token, config.load_format)
 
 
-def plan_engine(config: EngineConfig, max_draft_tokens: int = 0, model: ModelConfig | None = None) -> EnginePlan:
+def plan_engine(config: EngineConfig, model: ModelConfig | None = None) -> EnginePlan:
     """Plan an engine.
 
     Args:
         config: Settings of the engine.
-        max_draft_tokens: Most drafts per row that a step verifies.
         model: Configuration of the model if it is known; None reads it from the checkpoint.
 
     Raises:
@@ -150,7 +150,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0, model: ModelCon
     """
     directory = find_model(config)
     if model is None:
-        read = read_model_config(directory, config.hf_overrides)
+        read = read_model_config(directory, config.hf_overrides, config.quantization)
         model = choose_head(read, directory, "pooling" if config.is_pooling else config.runner, config.load_format)
     set_gpu_memory_fraction(config.gpu_memory_utilization)
     if config.num_threads is not None:
@@ -158,7 +158,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0, model: ModelCon
     mesh_shape, layout = mesh_shape_of(config, model), choose_layout(config, model)
     ensure_cpu_devices(mesh_shape.num_devices)
     meshes = [stage for slice_ in data_slices(make_mesh(mesh_shape)) for stage in stage_slices(slice_)]
-    stages = plan_stages(config, model, layout, meshes[0], max_draft_tokens)
+    stages = plan_stages(config, model, layout, meshes[0])
     models, module, num_stages = stages.models, stages.module, mesh_shape.stage
     device, num_devices = stages.device, mesh_shape.num_devices
     needs, num_pages = fit_to_memory(config, stages.needs, device, num_devices)
@@ -169,9 +169,7 @@ def plan_engine(config: EngineConfig, max_draft_tokens: int = 0, model: ModelCon
             dataclasses.replace(stage, mesh=mesh, num_pages=num_pages)
             for mesh, stage in zip(meshes, models * config.data_parallel_size, strict=True)
         ],
-        buckets=_make_buckets(
-            config, models[0], needs, stages.max_num_batched_tokens, 1 + max_draft_tokens, num_stages
-        ),
+        buckets=_make_buckets(config, models[0], needs, stages.max_num_batched_tokens, stages.max_samples, num_stages),
         needs=needs,
         max_model_len=needs.max_model_len,
         max_num_seqs=models[0].num_slots,
@@ -193,7 +191,7 @@ def mesh_shape_of(config: EngineConfig, model: ModelConfig) -> MeshShape:
     )
 
 
-class StagePlans(NamedTuple):
+class PlannedStages(NamedTuple):
     """The stages of a model on the devices of one data slice, and the memory that each needs.
 
     Attributes:
@@ -201,12 +199,14 @@ class StagePlans(NamedTuple):
         needs: Memory needs per device of each stage.
         module: The whole module without values.
         max_num_batched_tokens: Most query tokens per step and lane.
+        max_samples: Most samples per row: one plus the number of drafts.
     """
 
     models: list[ShardedModel]
     needs: list[MemoryNeeds]
     module: CausalLM
     max_num_batched_tokens: int
+    max_samples: int
 
     @property
     def device(self) -> Device:
@@ -214,9 +214,7 @@ class StagePlans(NamedTuple):
         return self.models[0].mesh.devices.flat[0]
 
 
-def plan_stages(
-    config: EngineConfig, model: ModelConfig, layout: ShardingLayout, first: Mesh, max_draft_tokens: int = 0
-) -> StagePlans:
+def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout, first: Mesh) -> PlannedStages:
     """Plan the stages of a model; needs no devices, only their platform, kind and memory.
 
     Args:
@@ -224,11 +222,15 @@ def plan_stages(
         model: Configuration of the model.
         layout: Sharding layout.
         first: Mesh of the first stage.
-        max_draft_tokens: Most drafts per row that a step verifies.
 
     Raises:
         ConfigError: A setting is not valid for the model or the devices.
     """
+    if config.num_speculative_tokens and not model.has_head:
+        raise ConfigError(
+            f"speculative_config needs a model that generates; {model.architecture} runs without its output head here: "
+            "remove speculative_config"
+        )
     device, num_stages = first.devices.flat[0], count_stages(config, model)
     sizes = {"tensor": config.tensor_parallel_size, "expert": config.expert_parallel_size}
     check_tensor_size(
@@ -266,9 +268,9 @@ def plan_stages(
             f"{config.tensor_parallel_size}"
         )
     models = [dataclasses.replace(sharded, stage=stage) for stage in choose_stages(config, sharded, num_stages)]
-    samples = 1 + max_draft_tokens
+    samples = 1 + config.num_speculative_tokens
     needs = [memory_needs(stage, max_num_batched_tokens, samples, num_stages) for stage in models]
-    return StagePlans(models, needs, module, max_num_batched_tokens)
+    return PlannedStages(models, needs, module, max_num_batched_tokens, samples)
 
 
 def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:

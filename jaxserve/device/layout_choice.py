@@ -63,9 +63,9 @@ def _check_axes(layout: ShardingLayout, has_experts: bool) -> None:
     axes = {logical: rules.get(logical) for logical in ("q_heads", "kv_heads", "tokens", "ffn")}
     kv_axis = axes["tokens"] if axes["kv_heads"] is None else axes["kv_heads"]
     if axes["q_heads"] != kv_axis or axes["q_heads"] not in (None, axes["ffn"]):
-        found = ", ".join(f"{logical} over {axis}" for logical, axis in axes.items())
+        splits = ", ".join(f"{logical} over {axis}" for logical, axis in axes.items())
         raise LayoutError(
-            f"layout {layout.name!r} has {found}; q_heads, and either kv_heads or tokens, must be over the axis of "
+            f"layout {layout.name!r} has {splits}; q_heads, and either kv_heads or tokens, must be over the axis of "
             "ffn, or none of them be split"
         )
     for logical in ("vocab", "expert_ffn"):
@@ -91,8 +91,8 @@ def count_stages(config: EngineConfig, model: ModelConfig) -> int:
     if counts is not None and size not in (1, len(counts)):
         raise ConfigError(f"stage_layers has {len(counts)} numbers, but pipeline_parallel_size={size}; use one of them")
     if counts is not None and sum(counts) != layers:
-        found = " + ".join(map(str, counts))
-        raise ConfigError(f"stage_layers: {found} = {sum(counts)} layers, but {model.architecture} has {layers}")
+        total = " + ".join(map(str, counts))
+        raise ConfigError(f"stage_layers: {total} = {sum(counts)} layers, but {model.architecture} has {layers}")
     if size > layers:
         raise ConfigError(
             f"pipeline_parallel_size={size} exceeds the {layers} layers of {model.architecture}; use 1 to {layers}"

@@ -38,14 +38,14 @@ def check_move_memory(old: EnginePlan, new: EnginePlan, utilization: float) -> N
     total = device_memory_bytes(device)
     if device.platform == "cpu":
         needed, free = _needed_host_bytes(old, new), _free_host_bytes(device, utilization)
-        found = f"{_gib(needed)} more than it frees, but {_gib(max(free, 0))} are free"
+        bound = f"{_gib(needed)} more than it frees, but {_gib(max(free, 0))} are free"
     else:
         needed, free = max(_peaks(old, new).values()), int(total * usable_fraction(device, utilization))
-        found = f"{_gib(needed)} on a device, which may use {_gib(free)}"
+        bound = f"{_gib(needed)} on a device, which may use {_gib(free)}"
     if needed > free:
         raise MemoryPlanError(
             f"cannot reshard: moving {_gib(new.needs.weights)} of weights per device, for "
-            f"{_gib(new.models[0].pool_bytes)} of KV pages, needs {found} (gpu_memory_utilization={utilization} of "
+            f"{_gib(new.models[0].pool_bytes)} of KV pages, needs {bound} (gpu_memory_utilization={utilization} of "
             f"{_gib(total)}); use a mesh with less per device or fewer replicas"
         )
 

@@ -68,25 +68,25 @@ class Packing:
 
     def replace(self, packed: Sequence[jax.Array], arrays: Mapping[int, np.ndarray]) -> tuple[jax.Array, ...]:
         """Return packed arguments with some parameters replaced; ``arrays`` are by index in the module's order."""
-        found = []
+        replaced = []
         for group, old in zip(self.groups, packed, strict=True):
             new = {layer: arrays[i] for layer, i in enumerate(group) if i in arrays}
             if not new:
-                found.append(old)
+                replaced.append(old)
                 continue
             stack = np.array(old) if len(group) > 1 else new[0]
             for layer, array in new.items() if len(group) > 1 else ():
                 stack[layer] = array
-            found.append(jax.device_put(stack, old.sharding))
-        return tuple(found)
+            replaced.append(jax.device_put(stack, old.sharding))
+        return tuple(replaced)
 
     def unpack(self, packed: Sequence[AnyArray]) -> tuple[AnyArray, ...]:
         """Return the parameters in the module's order, inside a program or on the host."""
-        found: dict[int, Any] = {}
+        arrays: dict[int, Any] = {}
         for group, stack in zip(self.groups, packed, strict=True):
             for layer, i in enumerate(group):
-                found[i] = stack if len(group) == 1 else stack[layer]
-        return tuple(found[i] for i in sorted(found))
+                arrays[i] = stack if len(group) == 1 else stack[layer]
+        return tuple(arrays[i] for i in sorted(arrays))
 
 
 def _stacked(members: Sequence[Struct]) -> Struct:

@@ -153,19 +153,19 @@ class PageReader:
     """
 
     def __init__(self, sharded: ShardedModel):
-        self._program = sharded
+        self._sharded = sharded
         self._stacks = _Stack.all_of(sharded)
         self._compiled, self.num_programs = _compile_kinds(sharded, self._stacks, _compile_read)
 
     def read(self, pools: Sequence[Pools], pages: Sequence[Sequence[int]]) -> list[HostPages]:
         """Return copies of the given pages of each lane."""
-        found: list[HostPages] = [{} for _ in pages]
+        copied: list[HostPages] = [{} for _ in pages]
         for stack, read, arrays in zip(self._stacks, self._compiled, pools, strict=True):
             lanes = self._read_stack(stack, read, arrays, pages)
-            for lane, copies in zip(found, lanes, strict=True):
+            for lane, copies in zip(copied, lanes, strict=True):
                 for layer, _, pool in stack.layers:
                     lane[layer] = LayerPages(stack.num_heads, tuple(copy[pool] for copy in copies))
-        return found
+        return copied
 
     def _read_stack(
         self, stack: _Stack, read: jax.stages.Compiled, arrays: Pools, pages: Sequence[Sequence[int]]
@@ -176,8 +176,8 @@ class PageReader:
             for each in pages
         ]
         for start in range(0, max(map(len, pages)), stack.capacity):
-            found = read(arrays, _call_pages(self._program, pages, start, stack.capacity))
-            for i, array in enumerate(found):
+            outputs = read(arrays, _call_pages(self._sharded, pages, start, stack.capacity))
+            for i, array in enumerate(outputs):
                 parts = np.asarray(array).reshape(len(pages), stack.num_pools, stack.capacity, *array.shape[1:])
                 for lane, part in zip(lanes, parts, strict=True):
                     end = min(start + stack.capacity, lane[i].shape[1])
@@ -196,7 +196,7 @@ class PageWriter:
     """
 
     def __init__(self, sharded: ShardedModel):
-        self._program = sharded
+        self._sharded = sharded
         self._stacks = _Stack.all_of(sharded)
         self._compiled, self.num_programs = _compile_kinds(sharded, self._stacks, _compile_write)
 
@@ -208,7 +208,7 @@ class PageWriter:
             for start in range(0, max(map(len, writes)), stack.capacity):
                 part = [lane[start : start + stack.capacity] for lane in writes]
                 rows = tuple(np.concatenate([_rows(stack, i, lane) for lane in part]) for i in range(len(arrays)))
-                arrays = write(arrays, _call_pages(self._program, targets, start, stack.capacity), rows)
+                arrays = write(arrays, _call_pages(self._sharded, targets, start, stack.capacity), rows)
             written.append(arrays)
         return tuple(written)
 

@@ -174,9 +174,8 @@ class LocalRunner:
     def _prepare(self, plans: Sequence[StepPlan]) -> StepInputs:
         """Apply the plans' slot changes, and create the inputs of their step."""
         lanes, last = [*zip(self._lanes, plans, strict=True)], self._last
-        kept = [inputs for inputs in self._inputs if inputs.survives(plans)]
-        self._inputs.clear()
-        self._inputs.extend(kept)
+        kept = (inputs for inputs in self._inputs if inputs.survives(plans))
+        self._inputs = collections.deque(kept, len(self._stages))
         rows = [slots.apply(plan) for slots, plan in lanes]
         if any(rows):
             last.set_up_slots(rows)

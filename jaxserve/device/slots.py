@@ -200,28 +200,25 @@ class TokenMasks:
             else:
                 self._slots.pop(setup.slot, None)
 
-    def rows(self, plan: StepPlan, starts: RowStarts, failed: dict[int, Exception] | None = None) -> list[MaskedRow]:
+    def rows(self, plan: StepPlan, starts: RowStarts, failed: dict[int, Exception]) -> list[MaskedRow]:
         """Return the sampling rows of a plan that may not sample every token.
 
-        A row whose mask cannot be made is left out, and its slot is added to ``failed`` with the exception; without
-        ``failed`` the exception is raised.
+        A row whose mask cannot be made is left out, and its slot is added to ``failed`` with the exception.
         """
         if not self._slots and not plan.masks:
             return []
         constrained = {mask.slot: mask.words for mask in plan.masks}
         masked = self._slots.keys() | constrained.keys()
-        found = []
+        rows = list[MaskedRow]()
         last_positions = (starts.of(plan) + as_array(plan.lengths) - 1).tolist()
-        rows = zip(plan.slots, plan.num_samples, last_positions, strict=True)
-        for index, (slot, num_samples, position) in enumerate(rows):
+        columns = zip(plan.slots, plan.num_samples, last_positions, strict=True)
+        for index, (slot, num_samples, position) in enumerate(columns):
             if num_samples and slot in masked:
                 try:
-                    found.append(MaskedRow(index, self._row_words(slot, position, constrained)))
+                    rows.append(MaskedRow(index, self._row_words(slot, position, constrained)))
                 except Exception as error:
-                    if failed is None:
-                        raise
                     failed[slot] = error
-        return [row for row in found if row.words is not self._all]
+        return [row for row in rows if row.words is not self._all]
 
     def array(self, rows: Sequence[MaskedRow], num_rows: int) -> np.ndarray:
         """Return the masks of all rows of a step: int32 [num_rows, V / 32]."""

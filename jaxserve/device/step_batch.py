@@ -194,11 +194,11 @@ def _of_table(arrays: Mapping[str, Array], table: int, rows: Int[Array, " T"], p
 
 def sampler_part(buffer: Int[Array, " size"], shape: BatchShape, batch: StepBatch) -> Int[Array, " part"]:
     """Return the input of ``unpack_sampler``: the end of the buffer, with the arrays that ``unpack`` computed."""
-    found = [batch.sampler.inputs.positions]
+    computed = [batch.sampler.inputs.positions]
     if batch.sampler.verification is not None:
-        found.append(batch.sampler.verification.followed)
-    after = buffer[shape.sampler_start + len(found) * shape.sampler.num_samples :]
-    return jnp.concatenate([*found, after])
+        computed.append(batch.sampler.verification.followed)
+    after = buffer[shape.sampler_start + len(computed) * shape.sampler.num_samples :]
+    return jnp.concatenate([*computed, after])
 
 
 def _of_rows(values: Int[Array, " R"], rows: Int[Array, " T"]) -> Int[Array, " T"]:

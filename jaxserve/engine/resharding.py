@@ -186,7 +186,7 @@ class PreparedReshard:
         states = [empty_state() for empty_state in self._empty_states]
         runners = join_stages(self._plan, self._stages, [each for stages in params for each in stages], states)
         warm_up_s = warm_up_runners(runners) if self._config.warm_up else 0.0
-        replicas = make_replicas(self._config, self._plan, runners, old[0].proposer)
+        replicas = make_replicas(self._config, self._plan, runners)
         new = [scheduler for replica in replicas for scheduler in replica.schedulers]
         moves = move_cache(old, new, pages)
         self._write_pages(runners, moves, pages, contents)
@@ -337,7 +337,7 @@ def prepare_reshard(started: StartedEngine, config: EngineConfig) -> PreparedRes
     for replica in started.engine.replicas:
         _local(replica.runner)
     old = started.plan
-    plan = plan_engine(config, old.buckets.max_samples - 1, old.config)
+    plan = plan_engine(config, old.config)
     before, after = old.models[0], plan.models[0]
     check_same_parameters(old.replicas[0], plan.replicas[0])
     if str(before.policy) != str(after.policy):

@@ -14,8 +14,7 @@ import jax
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compiling import use_compilation_cache
-from jaxserve.device.memory import MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
-from jaxserve.device.memory_fit import STEPS_IN_FLIGHT
+from jaxserve.device.memory import STEPS_IN_FLIGHT, MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
 from jaxserve.device.sharded_model import StepState
@@ -37,7 +36,7 @@ from jaxserve.engine.replica import Replica
 from jaxserve.errors import RequestError
 from jaxserve.models.loading import check_weights
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.drafts import DraftProposer
+from jaxserve.scheduling.drafts import make_proposer
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.scheduler import Scheduler
@@ -89,15 +88,8 @@ class StartedEngine:
         return self.tokenizer if self.tokenizer.hf is None else self.tokenizer.hf
 
 
-def start_engine(
-    config: EngineConfig, proposer: DraftProposer | None = None, max_draft_tokens: int = 0
-) -> StartedEngine:
+def start_engine(config: EngineConfig) -> StartedEngine:
     """Plan, compile and load an engine. Once it returns, no step compiles.
-
-    Args:
-        config: The settings.
-        proposer: Proposes draft tokens; None disables speculative decoding.
-        max_draft_tokens: Most drafts per sequence and step.
 
     Raises:
         ConfigError: A setting is not valid for the model, the devices or the available memory.
@@ -106,7 +98,7 @@ def start_engine(
     start = time.monotonic()
     if config.trust_remote_code:
         logger.warning("trust_remote_code=True has no effect: jaxserve never runs Python files that come with a model")
-    plan = plan_engine(config, max_draft_tokens)
+    plan = plan_engine(config)
     default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
     check_parsers(config)
@@ -116,7 +108,7 @@ def start_engine(
     resident_before = resident_bytes()
     runners, temporary_bytes, load_s, compile_s = _make_runners(plan)
     warm_up_s = warm_up_runners(runners) if config.warm_up else 0.0
-    engine = assemble_engine(config, plan, tokenizer, runners, proposer)
+    engine = assemble_engine(config, plan, tokenizer, runners)
     ledger = make_ledger(config, plan, temporary_bytes, resident_before)
     total_s = time.monotonic() - start
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
@@ -125,16 +117,12 @@ def start_engine(
 
 
 def assemble_engine(
-    config: EngineConfig,
-    plan: EnginePlan,
-    tokenizer: Tokenizer | None,
-    runners: Iterable[Runner],
-    proposer: DraftProposer | None = None,
+    config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None, runners: Iterable[Runner]
 ) -> Engine:
     """Return an engine with one replica per runner, each with a scheduler per lane."""
     groups = config.expert_load_metrics
     return Engine(
-        make_replicas(config, plan, runners, proposer),
+        make_replicas(config, plan, runners),
         make_admission(config, plan, tokenizer),
         seed=config.seed,
         counter=CompileCounter(ignores_other_threads=True),
@@ -142,16 +130,14 @@ def assemble_engine(
     )
 
 
-def make_replicas(
-    config: EngineConfig, plan: EnginePlan, runners: Iterable[Runner], proposer: DraftProposer | None
-) -> list[Replica]:
+def make_replicas(config: EngineConfig, plan: EnginePlan, runners: Iterable[Runner]) -> list[Replica]:
     """Return one replica per runner, each with a scheduler per lane."""
     sharded = plan.models[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
-    drafts, admits_whole = plan.buckets.max_samples - 1, config.enable_chunked_prefill is False
+    drafts, admits_whole = config.num_speculative_tokens, config.enable_chunked_prefill is False
     limits = SchedulerLimits(*sizes, drafts, plan.needs.windows, plan.num_stages, admits_whole)
     depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
-    replicas = []
+    replicas, proposer = list[Replica](), make_proposer(config.speculative_config)
     pages, keeps = (sharded.num_pages, sharded.page_size), config.enable_prefix_caching
     for runner in runners:
         allocators = [PageAllocator(*pages, keeps_free_pages=keeps) for _ in range(sharded.num_lanes)]

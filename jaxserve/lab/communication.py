@@ -50,7 +50,7 @@ class StepCollectives:
         # Collectives do not depend on how a device attends, and XLA's attention is traced on any machine.
         (operation,) = {spec.operation for spec in sharded.abstract_model.kv_specs}
         self._whole = dataclasses.replace(sharded, stage=None, kernel=load(operation, "xla"))
-        self._programs: dict[int, ShardedModel] = {}
+        self._models: dict[int, ShardedModel] = {}
         self._parts: dict[tuple[str, int, BatchShape, str], PartCollectives] = {}
 
     @functools.cached_property
@@ -85,16 +85,16 @@ class StepCollectives:
     def _part(self, part: str, layer: int, shape: BatchShape, variant: str) -> PartCollectives:
         key = part, layer, shape, variant
         if key not in self._parts:
-            traced = _TRACERS[part](self._layer_program(layer).for_shape(shape), shape, variant)
+            traced = _TRACERS[part](self._layer_model(layer).for_shape(shape), shape, variant)
             found = tuple(collectives(traced.jaxpr.jaxpr, is_likely=True))
             self._parts[key] = PartCollectives(part, layer if part == LAYERS else None, found)
         return self._parts[key]
 
-    def _layer_program(self, layer: int) -> ShardedModel:
-        if layer not in self._programs:
+    def _layer_model(self, layer: int) -> ShardedModel:
+        if layer not in self._models:
             stage = StageLayers(layer, layer + 1, len(self.kinds)) if len(self.kinds) > 1 else None
-            self._programs[layer] = dataclasses.replace(self._whole, stage=stage)
-        return self._programs[layer]
+            self._models[layer] = dataclasses.replace(self._whole, stage=stage)
+        return self._models[layer]
 
 
 def _trace_embedding(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.stages.Traced:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.device.build import StagePlans
+from jaxserve.device.build import PlannedStages
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.lab.communication import HAND_OVER, StepCollectives
@@ -28,7 +28,7 @@ class Steps:
         placement: Where the devices are.
     """
 
-    def __init__(self, stages: StagePlans, placement: Placement):
+    def __init__(self, stages: PlannedStages, placement: Placement):
         self._stages, self._placement = stages, placement
         self._work = [StageWork(sharded) for sharded in stages.models]
         self._collectives = StepCollectives(stages.models[0])
@@ -185,7 +185,7 @@ def _merged(stages: Sequence[Sequence[Communication]]) -> tuple[Communication, .
     )
 
 
-def step_costs(stages: StagePlans, placement: Placement, context: int) -> tuple[tuple[StepCost, ...], StepCost]:
+def step_costs(stages: PlannedStages, placement: Placement, context: int) -> tuple[tuple[StepCost, ...], StepCost]:
     """Return the costs of a decode step of each of ``BATCH_SIZES``, and of a prefill step.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve.device.build import StagePlans
+from jaxserve.device.build import PlannedStages
 from jaxserve.device.memory import MemoryNeeds, page_budget
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
@@ -15,7 +15,9 @@ from jaxserve.lab.devices import Device
 from jaxserve.lab.records import StageMemory
 
 
-def stage_memories(stages: StagePlans, device: Device, utilization: float, devices_per_host: int) -> list[StageMemory]:
+def stage_memories(
+    stages: PlannedStages, device: Device, utilization: float, devices_per_host: int
+) -> list[StageMemory]:
     """Return the memory of a device of each stage.
 
     Args:
@@ -37,7 +39,7 @@ def stage_memories(stages: StagePlans, device: Device, utilization: float, devic
                 kv_bytes_per_token=kv_bytes_per_token(needs),
                 page_bytes=needs.page,
                 activations=activation_bytes(sharded, tokens),
-                temporaries=temporary_bytes(sharded, tokens, min(sharded.num_slots, tokens)),
+                temporaries=temporary_bytes(sharded, tokens, min(sharded.num_slots * stages.max_samples, tokens)),
                 temporaries_source="modelled",
                 step_reserve=needs.temporaries,
                 slots=needs.slots,
@@ -49,7 +51,7 @@ def stage_memories(stages: StagePlans, device: Device, utilization: float, devic
     return found
 
 
-def compiled_memories(memories: Sequence[StageMemory], stages: StagePlans, device: Device) -> list[StageMemory]:
+def compiled_memories(memories: Sequence[StageMemory], stages: PlannedStages, device: Device) -> list[StageMemory]:
     """Return the same with the temporaries and the collectives of the largest step as compiled for the device.
 
     Raises:
@@ -62,6 +64,7 @@ def compiled_memories(memories: Sequence[StageMemory], stages: StagePlans, devic
             num_rows=min(sharded.num_slots, tokens),
             table_pages=needs.table_pages,
             decode_only=False,
+            max_samples=stages.max_samples,
             num_arguments=len(sharded.arguments),
             num_tables=len(needs.windows),
         )
@@ -92,7 +95,7 @@ def temporary_bytes(sharded: ShardedModel, num_tokens: int, num_rows: int, varia
     Args:
         sharded: The stage.
         num_tokens: Query tokens.
-        num_rows: Rows that are sampled.
+        num_rows: Rows of logits: those that are sampled, with one more for each draft.
         variant: Sampler variant; ``greedy`` keeps the logits once.
     """
     itemsize = jnp.dtype(sharded.policy.activations).itemsize

@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
-from jaxserve.device.build import StagePlans, find_model, mesh_shape_of, plan_stages
+from jaxserve.device.build import PlannedStages, find_model, mesh_shape_of, plan_stages
 from jaxserve.device.layout_choice import choose_layout
-from jaxserve.device.memory_fit import fit_to_memory
+from jaxserve.device.memory import fit_to_memory
 from jaxserve.errors import ConfigError, MemoryPlanError
 from jaxserve.lab.costs import step_costs
 from jaxserve.lab.devices import Device
@@ -128,11 +128,11 @@ def plan_config(
 
 def read_model(config: EngineConfig) -> ModelConfig:
     """Return the model's configuration, for embeddings alone if the engine is for those."""
-    model = read_model_config(find_model(config), config.hf_overrides)
+    model = read_model_config(find_model(config), config.hf_overrides, config.quantization)
     return without_head(model) if config.is_pooling else model
 
 
-def _model_kv_bytes(model: ModelConfig, stages: StagePlans) -> int:
+def _model_kv_bytes(model: ModelConfig, stages: PlannedStages) -> int:
     """Return the bytes of keys and values of one token in all layers of an unsplit model."""
     sharded = stages.models[0]
     itemsize = jnp.dtype(sharded.policy.kv).itemsize

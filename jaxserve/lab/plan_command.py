@@ -26,6 +26,7 @@ SETTINGS = (
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
     "block_size",
+    "speculative_config",
     "stage_layers",
     "enable_expert_parallel",
     "revision",

@@ -9,10 +9,18 @@ from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 from checkpoints import CheckpointError
-from checkpoints.quantized.registry import format_for
-from checkpoints.quantized.settings import settings_of
+from checkpoints.quantized.registry import format_for, method_of
+from checkpoints.quantized.settings import read_settings, settings_of
 from jaxserve.errors import ConfigError, UnsupportedModelError
 
+_METHOD_NAMES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("awq_marlin", "auto_awq"), "awq"),
+    **dict.fromkeys(("gptq_marlin", "auto_gptq"), "gptq"),
+    **dict.fromkeys(("modelopt_fp4", "modelopt_mixed"), "modelopt"),
+    **dict.fromkeys(("inc", "intel/auto-round"), "auto-round"),
+    "gpt_oss_mxfp4": "mxfp4",
+}
+"""Methods by vLLM's other names for them."""
 _MAX_INTEGER: Final = 2**31 - 1
 _MAX_NUMBER: Final = 1e30
 
@@ -188,6 +196,22 @@ def check_quantization(fields: ConfigFields) -> None:
             format_for(settings)
     except CheckpointError as error:
         raise UnsupportedModelError(str(error)) from error
+
+
+def check_quantized_with(method: str, directory: Path) -> None:
+    """Raise ConfigError unless the weights of a directory are quantized with a method, in vLLM's names."""
+    try:
+        settings = read_settings(directory)
+        stored = None if settings is None else method_of(settings)
+    except CheckpointError as error:
+        raise UnsupportedModelError(str(error)) from error
+    if stored is None:
+        raise ConfigError(
+            f"quantization={method!r}: the weights in {directory} are not quantized, and are not quantized when "
+            "they are loaded; leave quantization out"
+        )
+    if _METHOD_NAMES.get(method, method) != _METHOD_NAMES.get(stored, stored):
+        raise ConfigError(f"quantization={method!r}: the weights in {directory} are quantized with {stored}")
 
 
 def _holds_number(value: object) -> TypeGuard[int | float]:

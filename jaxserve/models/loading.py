@@ -29,7 +29,7 @@ from jaxserve.layers.parallel import DtypePolicy, Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.dummy_weights import DummyReader
-from jaxserve.models.hf_config import read_config_json
+from jaxserve.models.hf_config import check_quantized_with, read_config_json
 from jaxserve.models.output_head import choose_head, model_listings
 from jaxserve.models.registry import config_from_hf
 
@@ -71,13 +71,22 @@ def find_model_directory(
     return MODEL_DIRECTORY if model == "demo" else resolve_model(model, revision, download_dir, token, load_format)
 
 
-def read_model_config(directory: Path, overrides: Mapping[str, object] | None = None) -> ModelConfig:
-    """Return the model that a directory's ``config.json`` describes, with some values replaced.
+def read_model_config(
+    directory: Path, overrides: Mapping[str, object] | None = None, quantization: str | None = None
+) -> ModelConfig:
+    """Return the model that a directory's ``config.json`` describes.
+
+    Args:
+        directory: The model's directory.
+        overrides: Values that replace those of the file.
+        quantization: Method that its weights must be quantized with; None: any.
 
     Raises:
-        ConfigError: No readable config.json, or the model is not supported.
+        ConfigError: No readable config.json, the model is not supported, or its weights are not quantized so.
     """
     path = directory / "config.json"
+    if quantization not in (None, "None"):  # on a command line
+        check_quantized_with(quantization, directory)
     return config_from_hf({**read_config_json(path), **(overrides or {})}, str(path))
 
 

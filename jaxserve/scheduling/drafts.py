@@ -6,13 +6,19 @@ for that many tokens.
 """
 
 import itertools
+import logging
 from array import array
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
 
 from jaxserve.scheduling.context_pages import ContextPages
+from jaxserve.scheduling.ngram import NgramProposer
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
 from jaxserve.scheduling.plan_draft import Flight, PlanDraft
 from jaxserve.scheduling.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -27,6 +33,15 @@ class DraftProposer(Protocol):
         ...
 
 
+PROPOSERS: Mapping[str, Callable[[Mapping[str, Any]], DraftProposer]] = MappingProxyType({"ngram": NgramProposer})
+"""The proposer of each method of ``speculative_config``, made from the checked settings."""
+
+
+def make_proposer(config: Mapping[str, Any] | None) -> DraftProposer | None:
+    """Return the proposer of a checked ``speculative_config``; None without one."""
+    return None if config is None else PROPOSERS[config["method"]](config)
+
+
 def takes_drafts(sequence: Sequence) -> bool:
     """Whether a sequence can use drafts: not if the host computes each token's mask from the tokens before it."""
     return sequence.constraint is None and not sequence.sampling.banned_ids
@@ -34,12 +49,13 @@ def takes_drafts(sequence: Sequence) -> bool:
 
 def add_drafts(
     draft: PlanDraft, num_decodes: int, proposer: DraftProposer, limits: SchedulerLimits, pages: ContextPages
-) -> None:
+) -> bool:
     """Add drafts to the decode rows, which are the first ``num_decodes`` rows of a plan.
 
     Drafts use only the query tokens and pages that are left over. Rows with drafts are moved after rows of one token,
-    which are cheapest at the front.
+    which are cheapest at the front. Return whether the proposer works: if it fails, rows stay without drafts.
     """
+    works = True
     proposed: list[list[int]] = [[] for _ in range(num_decodes)]
     budget = limits.max_num_batched_tokens - draft.plan.num_tokens
     for index, sequence in enumerate(draft.sequences[:num_decodes]):
@@ -50,9 +66,10 @@ def add_drafts(
         num_in_flight = sequence.num_pending - 1  # excludes this row's token
         try:
             drafts = proposer.propose(sequence)[num_in_flight:][: min(limits.max_draft_tokens, budget)]
-        except Exception as error:
-            draft.fail(sequence, error)
-            continue
+        except Exception:
+            logger.exception("%s failed; speculative decoding is off from now on", type(proposer).__name__)
+            works = False
+            break
         drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), draft, pages)]
         sequence.num_computed += len(drafts)
         sequence.num_pending += len(drafts)
@@ -65,6 +82,7 @@ def add_drafts(
     plan.lengths[:num_decodes] = plan.num_samples[:num_decodes] = lengths
     tokens = [(plan.token_ids[index], *proposed[index]) for index in order]
     plan.token_ids[:num_decodes] = array("i", itertools.chain.from_iterable(tokens))
+    return works
 
 
 def drop_rejected(plan: StepPlan, flight: Flight, tokens: list[list[int]], pages: ContextPages) -> None:

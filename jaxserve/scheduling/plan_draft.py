@@ -109,7 +109,7 @@ class PlanDraft:
 
     def add_setup(self, sequence: Sequence, copies: list[PageCopy]) -> None:
         """Add the slot assignment and page copies of an admitted sequence."""
-        known = list(sequence.token_ids) if sequence.sampling.has_penalties else ()
+        known = tuple(sequence.token_ids) if sequence.sampling.has_penalties else ()
         self.plan.setups.append(
             SlotSetup(sequence.slot, sequence.sampling, sequence.max_length, known, sequence.num_prompt_tokens)
         )

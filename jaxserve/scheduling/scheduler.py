@@ -79,7 +79,7 @@ class Scheduler:
         num_decode_rows: Number of decode rows planned so far.
         num_runnable: Number of running sequences that had tokens left to plan, not waiting for the host, when
             ``schedule`` was last called, and of those it admitted.
-        proposer: Proposes draft tokens; None disables speculative decoding.
+        proposer: Proposes draft tokens; None without speculative decoding, and after the proposer has failed.
     """
 
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
@@ -134,8 +134,8 @@ class Scheduler:
         self.admitted = []
         if not draft.preempts:
             self._admit(budget, draft, now)
-            if self.proposer is not None:
-                add_drafts(draft, num_decodes, self.proposer, self.limits, self.pages)
+            if self.proposer is not None and not add_drafts(draft, num_decodes, self.proposer, self.limits, self.pages):
+                self.proposer = None
         self.num_runnable = turn.num_runnable + len(self.admitted)
         if not plan.num_rows:
             return None

@@ -21,7 +21,7 @@ from jaxserve.parsers import (
 )
 from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
 from jaxserve.request import Request
-from jaxserve.server.frontend import Frontend, ParserNames
+from jaxserve.server.frontend import Frontend, ParserNames, sampling_params
 from jaxserve.server.settings import ServerConfig
 
 MAX_VARIABLES = 64
@@ -206,7 +206,7 @@ def chat_request(
         UnavailableError: The engine is not ready.
     """
     tools = check_tools(frontend, fields.get("tools"), fields.get("tool_choice"), fields.get("parallel_tool_calls"))
-    params = frontend.info.sampling_params({**given, **tools.sampling_fields(given)}, is_chat=True)
+    params = sampling_params(frontend.info, {**given, **tools.sampling_fields(given)}, is_chat=True)
     request = Request(chat=chat_arguments(frontend.config, fields), params=params, **more)
     return request, ChatParser(
         frontend.parsers,

@@ -116,24 +116,6 @@ class EngineInfo:
         """Longest context, in tokens."""
         return self.model.max_model_len
 
-    def sampling_params(self, given: dict[str, Any], *, is_chat: bool = False) -> SamplingParams:
-        """Build and check the parameters of a request, whichever API it came through.
-
-        A field that is None counts as not given and has the model's default. ``max_tokens`` else has vLLM's default:
-        all that the context holds for a conversation, 16 for other prompts; at most ``max_output_tokens``.
-
-        Raises:
-            RequestError: An unknown field, or a wrong value.
-        """
-        values = {name: value for name, value in given.items() if value is not None}
-        if is_chat and "max_tokens" not in self.default_fields:
-            values.setdefault("max_tokens", None)
-        params = SamplingParams.from_optional(**{**self.default_fields, **values})
-        limit = self.max_output_tokens
-        if limit is not None and (params.max_tokens is None or params.max_tokens > limit):
-            return params.clone(max_tokens=limit)
-        return params
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:

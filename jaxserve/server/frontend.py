@@ -5,18 +5,19 @@ import dataclasses
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from jaxserve.errors import RequestFailedError
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import Request, check_length
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.errors import UnknownModelError
 from jaxserve.server.ledger import Ledger
-from jaxserve.server.request_log import RequestEntry, RequestLog, Usage
+from jaxserve.server.request_log import RequestEntry, RequestLog
 from jaxserve.server.settings import ServerConfig, queued_tokens_limit
 
 
@@ -95,36 +96,8 @@ class Frontend:
             raise UnknownModelError(f"The model `{name}` does not exist.")
         return name
 
-    async def generate(
-        self, caller: Caller, request: Request, usage: Usage | None = None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Run an admitted request as ``EngineClient.generate``; record it in ledger, log, counters and trace.
-
-        Args:
-            caller: Who sent it.
-            request: The request.
-            usage: Where its tokens are counted before an output with them is yielded.
-        """
-        request = self._completed(caller, request)
-        with (
-            RequestEntry(self.log, caller.name, request, usage or Usage()) as entry,
-            self.ledger.entered(entry) as is_waiting,
-        ):
-            if is_waiting and request.token_ids is not None:
-                self.ledger.note_prompt(entry, len(request.token_ids))
-                is_waiting = False
-            async with contextlib.aclosing(self.engine.generate(request, is_waiting=is_waiting)) as outputs:
-                async for output in outputs:
-                    if not output.outputs:
-                        self.ledger.note_prompt(entry, len(output.prompt_token_ids))
-                        continue
-                    entry.add(output)
-                    if any(one.finish_reason == "error" for one in output.outputs):
-                        raise RequestFailedError(output.error or "the engine failed at this request")
-                    yield output
-
-    def _completed(self, caller: Caller, request: Request) -> Request:
-        """Return the request with a cache salt that other tenants cannot guess, and the server's default deadline.
+    def entry(self, caller: Caller, request: Request) -> RequestEntry:
+        """Return the entry of a request, which gets a salt that other tenants cannot guess, and the default deadline.
 
         Token ids that the context cannot hold are not even sent to the engine process.
 
@@ -141,9 +114,45 @@ class Frontend:
             if request.truncate_prompt_tokens is None:
                 check_length(len(request.token_ids), 1, self.info.max_model_len)
             changes["token_ids"] = request.token_ids[-self.info.max_model_len :]
-        return dataclasses.replace(request, **changes) if changes else request
+        return RequestEntry(self.log, caller.name, dataclasses.replace(request, **changes) if changes else request)
+
+    async def generate(self, entry: RequestEntry) -> AsyncGenerator[RequestOutput, None]:
+        """Run an admitted request as ``EngineClient.generate``; its entry is in the ledger meanwhile."""
+        request = entry.request
+        with entry, self.ledger.entered(entry) as is_waiting:
+            if is_waiting and request.token_ids is not None:
+                self.ledger.note_prompt(entry, len(request.token_ids))
+                is_waiting = False
+            async with contextlib.aclosing(self.engine.generate(request, is_waiting=is_waiting)) as outputs:
+                async for output in outputs:
+                    if not output.outputs:
+                        self.ledger.note_prompt(entry, len(output.prompt_token_ids))
+                        continue
+                    entry.add(output)
+                    if any(one.finish_reason == "error" for one in output.outputs):
+                        raise RequestFailedError(output.error or "the engine failed at this request")
+                    yield output
 
 
 def new_request_id(prefix: str) -> str:
     """Return a new request id such as ``cmpl-…``; clients can neither guess nor choose it."""
     return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def sampling_params(info: EngineInfo, given: Mapping[str, Any], *, is_chat: bool = False) -> SamplingParams:
+    """Build and check the parameters of a request, whichever API it came through.
+
+    A field that is None counts as not given and has the model's default. ``max_tokens`` else has vLLM's default: all
+    that the context holds for a conversation, 16 for other prompts; at most ``max_output_tokens``.
+
+    Raises:
+        RequestError: An unknown field, or a wrong value.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    if is_chat and "max_tokens" not in info.default_fields:
+        values.setdefault("max_tokens", None)
+    params = SamplingParams.from_optional(**{**info.default_fields, **values})
+    limit = info.max_output_tokens
+    if limit is not None and (params.max_tokens is None or params.max_tokens > limit):
+        return params.clone(max_tokens=limit)
+    return params

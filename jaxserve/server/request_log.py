@@ -56,21 +56,6 @@ class RequestCounts:
         return self.started - sum(self.finished.values())
 
 
-@dataclasses.dataclass(slots=True)
-class Usage:
-    """The tokens of one prompt, as its outputs come.
-
-    Attributes:
-        num_prompt_tokens: Of the prompt; None before the first output.
-        num_cached_tokens: Those of them that the prefix cache had.
-        num_generated: Of each completion, by its index.
-    """
-
-    num_prompt_tokens: int | None = None
-    num_cached_tokens: int = 0
-    num_generated: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter[int])
-
-
 def outcome_of(
     error: BaseException | None,
     finish_reasons: Iterable[str],
@@ -98,26 +83,31 @@ def outcome_of(
 
 
 class RequestEntry:
-    """Context manager that records one request in the log, counters and trace.
+    """Context manager that counts the tokens of one request, and records it in the log, counters and trace.
 
     Args:
         log: Where to record it.
         caller: Name of the caller.
         request: The request.
-        usage: Where to count its tokens.
 
     Attributes:
+        request: The request.
         num_seqs: Its sequences, for the ledger.
         num_waiting_tokens: Tokens of its prompt while they wait, for the ledger.
+        num_prompt_tokens: Tokens of its prompt; None before the first output.
+        num_cached_tokens: Those of them that the prefix cache had.
+        num_generated: Tokens of each completion, by its index.
     """
 
-    def __init__(self, log: "RequestLog", caller: str, request: Request, usage: Usage):
+    def __init__(self, log: "RequestLog", caller: str, request: Request):
         self._log = log
         self._caller = caller
-        self._request = request
-        self._usage = usage
+        self.request = request
         self.num_seqs = request.params.n if request.pooling is None else 1
         self.num_waiting_tokens = 0
+        self.num_prompt_tokens: int | None = None
+        self.num_cached_tokens = 0
+        self.num_generated: collections.Counter[int] = collections.Counter()
         self._begin_s = time.monotonic()
         self._first_token_s: float | None = None
         self._reasons: dict[int, str] = {}
@@ -127,7 +117,7 @@ class RequestEntry:
         self._span: Span | None = None
 
     def __enter__(self) -> "RequestEntry":
-        log, request = self._log, self._request
+        log, request = self._log, self.request
         log.counts.started += 1
         if log.tracer is not None:
             attributes = request_attributes(request, log.model)
@@ -142,7 +132,7 @@ class RequestEntry:
             else:
                 prompt = _shortened(json.dumps(request.chat, ensure_ascii=False, default=str), limit)
             shown = "" if label is None else f" ({label!r})"
-            name, caller, params = self._request.request_id, self._caller, request.params
+            name, caller, params = self.request.request_id, self._caller, request.params
             logger.info("Request %s%s of %s: prompt %s, params: %r", name, shown, caller, prompt, params)
         return self
 
@@ -153,18 +143,18 @@ class RequestEntry:
         reasons = [self._reasons[index] for index in sorted(self._reasons)]
         elapsed_s = time.monotonic() - self._begin_s
         outcome = outcome_of(
-            error, reasons, is_finished=self._is_finished, elapsed_s=elapsed_s, timeout_s=self._request.timeout_s
+            error, reasons, is_finished=self._is_finished, elapsed_s=elapsed_s, timeout_s=self.request.timeout_s
         )
         self._log.counts.finished[outcome] += 1
         if outcome in SERVER_FAULTS:
             bug = None if error is None or isinstance(error, JaxserveError) else error
-            logger.warning("Request %s of %s failed: %r", self._request.request_id, self._caller, error, exc_info=bug)
+            logger.warning("Request %s of %s failed: %r", self.request.request_id, self._caller, error, exc_info=bug)
         if self._log.config.enable_log_requests or self._log.config.enable_log_outputs:
             self._log_end(outcome, reasons, elapsed_s)
         if self._log.tracer is not None and self._span is not None:
             attributes = {
-                "gen_ai.usage.prompt_tokens": self._usage.num_prompt_tokens or 0,
-                "gen_ai.usage.completion_tokens": self._usage.num_generated.total(),
+                "gen_ai.usage.prompt_tokens": self.num_prompt_tokens or 0,
+                "gen_ai.usage.completion_tokens": self.num_generated.total(),
                 "gen_ai.response.finish_reasons": reasons,
                 "jaxserve.outcome": outcome,
                 **({} if self._times is None else time_attributes(self._times)),
@@ -174,17 +164,17 @@ class RequestEntry:
 
     def add(self, output: RequestOutput) -> None:
         """Record an output: a delta, or the only output."""
-        usage, counts, config = self._usage, self._log.counts, self._log.config
-        if usage.num_prompt_tokens is None:
-            usage.num_prompt_tokens = len(output.prompt_token_ids)
-            usage.num_cached_tokens = output.num_cached_tokens or 0
-            counts.prompt_tokens += usage.num_prompt_tokens
-            counts.cached_tokens += usage.num_cached_tokens
+        counts, config = self._log.counts, self._log.config
+        if self.num_prompt_tokens is None:
+            self.num_prompt_tokens = len(output.prompt_token_ids)
+            self.num_cached_tokens = output.num_cached_tokens or 0
+            counts.prompt_tokens += self.num_prompt_tokens
+            counts.cached_tokens += self.num_cached_tokens
         for completion in output.outputs:
             index, num_tokens = completion.index, len(completion.token_ids)
             if num_tokens and self._first_token_s is None:
                 self._first_token_s = time.monotonic()
-            usage.num_generated[index] += num_tokens
+            self.num_generated[index] += num_tokens
             counts.generation_tokens += num_tokens
             if completion.finish_reason is not None:
                 self._reasons[index] = completion.finish_reason
@@ -197,8 +187,8 @@ class RequestEntry:
 
     def _log_end(self, outcome: str, reasons: list[str], elapsed_s: float) -> None:
         parts = [
-            f"{self._usage.num_prompt_tokens or 0} prompt tokens ({self._usage.num_cached_tokens} cached)",
-            f"{self._usage.num_generated.total()} generated",
+            f"{self.num_prompt_tokens or 0} prompt tokens ({self.num_cached_tokens} cached)",
+            f"{self.num_generated.total()} generated",
             f"finish reasons {reasons}",
             f"{elapsed_s:.3f} s",
         ]
@@ -210,7 +200,7 @@ class RequestEntry:
         if self._log.config.enable_log_outputs:
             limit = self._log.config.max_log_len
             parts += [f"text {index}: {_shortened(self._texts[index], limit)}" for index in sorted(self._texts)]
-        logger.info("Request %s of %s ended: %s, %s", self._request.request_id, self._caller, outcome, ", ".join(parts))
+        logger.info("Request %s of %s ended: %s, %s", self.request.request_id, self._caller, outcome, ", ".join(parts))
 
 
 class RequestLog:

@@ -6,7 +6,6 @@ The HTTP and gRPC APIs call ``remember_trace`` with the headers of a request, in
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
@@ -27,29 +26,25 @@ _SCHEMES = ("grpc", "http", "https")
 
 AttributeValue = str | int | float | Sequence[str]
 
-_headers: ContextVar[Mapping[str, str]] = ContextVar("trace_headers", default=MappingProxyType({}))
+_headers: ContextVar[Mapping[str, str] | Iterable[tuple[str, str | bytes]]] = ContextVar("headers", default=())
 
 
 def remember_trace(headers: Mapping[str, str] | Iterable[tuple[str, str | bytes]]) -> None:
-    """Keep the trace headers and the label of a request for the rest of this task.
-
-    Args:
-        headers: All headers of an HTTP request, or the metadata of a gRPC call. Long and binary values are dropped.
-    """
-    pairs = cast("Mapping[str, str]", headers).items() if isinstance(headers, Mapping) else headers
-    kept: dict[str, str] = {}
-    for name, value in pairs:
-        lower = name.lower()
-        if lower not in (*TRACE_HEADERS, LABEL_HEADER) or not isinstance(value, str):
-            continue
-        if len(value) <= _MAX_HEADER_LENGTH:
-            kept[lower] = value
-    _headers.set(kept)
+    """Remember the headers of an HTTP request, or the metadata of a gRPC call, for the rest of this task."""
+    _headers.set(headers)
 
 
 def remembered_headers() -> Mapping[str, str]:
-    """Return what ``remember_trace`` kept in this task; empty if it was not called."""
-    return _headers.get()
+    """Return the trace headers and the label of this task's request, without long and binary values."""
+    headers = _headers.get()
+    pairs = cast("Mapping[str, str]", headers).items() if isinstance(headers, Mapping) else headers
+    return {
+        name.lower(): value
+        for name, value in pairs
+        if name.lower() in (*TRACE_HEADERS, LABEL_HEADER)
+        and isinstance(value, str)
+        and len(value) <= _MAX_HEADER_LENGTH
+    }
 
 
 def make_tracer(config: ServerConfig) -> "OtelTracer | None":

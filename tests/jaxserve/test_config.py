@@ -66,9 +66,7 @@ def test_an_argument_like_no_other_has_no_suggestion() -> None:
 
 NOT_BUILT = {
     "skip_tokenizer_init": (True, False),
-    "quantization": ("awq", None),
     "cpu_offload_gb": (4, 0),
-    "speculative_config": ({"method": "ngram"}, None),
     "kv_cache_dtype": ("fp8", "auto"),
     "enable_lora": (True, False),
 }
@@ -124,6 +122,38 @@ WRONG = [
     (
         {"enable_chunked_prefill": False, "long_prefill_token_threshold": 8},
         "long_prefill_token_threshold=8 splits prompts, but enable_chunked_prefill=False computes each in one step",
+    ),
+    ({"speculative_config": "ngram"}, "speculative_config: expected dict, got 'ngram'"),
+    ({"speculative_config": {}}, "speculative_config.method: expected one of ngram, got None"),
+    ({"speculative_config": {"method": "eagle3"}}, "speculative_config.method: expected one of ngram, got 'eagle3'"),
+    ({"speculative_config": {"method": ["ngram"]}}, r"speculative_config.method: .*got \['ngram'\]"),
+    (
+        {"speculative_config": {"method": "ngram", "model": "m"}},
+        "speculative_config: expected method, num_speculative_tokens, prompt_lookup_max, prompt_lookup_min with method "
+        "'ngram'; got 'model'",
+    ),
+    (
+        {"speculative_config": {"method": "ngram"}},
+        "speculative_config.num_speculative_tokens: expected an integer >= 1, got None",
+    ),
+    (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": True}},
+        "speculative_config.num_speculative_tokens: expected an integer >= 1, got True",
+    ),
+    (
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 0}},
+        "speculative_config.prompt_lookup_min: expected an integer >= 1, got 0",
+    ),
+    (
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "prompt_lookup_max": 2,
+                "prompt_lookup_min": 3,
+            }
+        },
+        "speculative_config: prompt_lookup_min=3 must be at most prompt_lookup_max=2",
     ),
     ({"dtype": "int8"}, "dtype: expected one of auto, float32.*got 'int8'"),
     ({"dtype": None}, "dtype: expected one of .*got None"),

@@ -1,18 +1,21 @@
 """Requests with drafts, end to end on the demo model: what they return is what they return without any."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from jaxserve import RequestOutput, SamplingParams
+from jaxserve import RequestOutput, SamplingParams, config_checks
 from jaxserve.config import EngineConfig
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.metric_types import Counter
 from jaxserve.request import parse_prompt
+from jaxserve.scheduling import drafts
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.structured_params import StructuredOutputsParams
 
@@ -25,6 +28,7 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 128,
     "block_size": 8,
     "compilation_cache_dir": "",
+    "speculative_config": {"method": "known", "num_speculative_tokens": 4},
 }
 PROMPT = "What is 12 plus 30?"
 LONG = {"max_tokens": 40, "ignore_eos": True}
@@ -68,9 +72,19 @@ class Run:
 
     def __init__(self, **settings: Any):
         self.proposer = Proposer()
-        config = EngineConfig(**{**SETTINGS, **settings})
-        self.started: StartedEngine = start_engine(config, self.proposer, max_draft_tokens=4)
+        with self.proposing():
+            self.started: StartedEngine = start_engine(EngineConfig(**{**SETTINGS, **settings}))
         self.engine = self.started.engine
+
+    @contextlib.contextmanager
+    def proposing(self) -> Iterator[None]:
+        """Engines that are started or moved meanwhile ask the proposer."""
+        methods, proposers = {"known": ("num_speculative_tokens",)}, {"known": lambda config: self.proposer}
+        with (
+            mock.patch.object(config_checks, "SPECULATIVE_METHODS", methods),
+            mock.patch.object(drafts, "PROPOSERS", proposers),
+        ):
+            yield
 
     def answers(self, kind: str, params: list[SamplingParams]) -> list[RequestOutput]:
         """What the requests return; their prompts are computed anew each time."""

@@ -171,8 +171,9 @@ def test_the_table_of_temporaries_is_read() -> None:
     assert len(ROWS) == 5
 
 
-def test_a_plan_has_the_numbers_of_an_engine() -> None:
-    settings: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128}
+@pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 3}])
+def test_a_plan_has_the_numbers_of_an_engine(drafts: dict[str, Any] | None) -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "speculative_config": drafts}
     engine = plan_engine(EngineConfig(model="demo", tensor_parallel_size=2, **settings))
     planned = jaxserve.plan("demo", "tensor=2", device="cpu", **settings)
     (stage,) = planned.stages

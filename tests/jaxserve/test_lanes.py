@@ -1,7 +1,6 @@
 """Devices that share experts and have requests of their own: the answers of one device, whatever the others run."""
 
 import dataclasses
-import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from jaxserve.engine.model_defaults import find_tokenizer
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import assemble_engine
 from jaxserve.request import parse_prompt
+from jaxserve.scheduling.plan_codec import decode_plans
 from jaxserve.scheduling.scheduler import Scheduler
 from sharding import get_layout
 from tests.jaxserve.test_request_mix import REQUESTS, answers_alone, outcome, scores
@@ -328,5 +328,5 @@ def test_a_runner_in_another_process_has_the_same_lanes(model: Path, expected: l
     assert [request.samples[0].output().token_ids for request in requests] == [
         one.outputs[0].token_ids for one in others
     ]
-    assert {len(pickle.loads(sent)) for sent in runner.plans} == {2}
+    assert {len(decode_plans(sent)) for sent in runner.plans} == {2}
     engine.close()

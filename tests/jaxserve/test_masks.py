@@ -16,7 +16,7 @@ def decode_plan(slots: dict[int, int], *masks: SlotMask, prefill: tuple[Row, ...
 
 
 def masked_rows(masks: TokenMasks, plan: StepPlan) -> list[MaskedRow]:
-    return masks.rows(plan, RowStarts(8))
+    return masks.rows(plan, RowStarts(8), {})
 
 
 def bits(masks: TokenMasks, plan: StepPlan, num_rows: int, vocab_size: int) -> np.ndarray:

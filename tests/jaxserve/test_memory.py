@@ -1,5 +1,6 @@
 """Memory: what fits is found out before a byte is loaded, and where it went is accounted for afterwards."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -8,13 +9,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hypothesis
 import jax
 import pytest
 from hypothesis import strategies as st
 
-from jaxserve import LLM, MemoryPlanError
+from jaxserve import LLM, MemoryPlanError, config_checks
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compiling import use_compilation_cache
@@ -164,7 +166,9 @@ def plan_stories(directory: Path, **settings: Any) -> EnginePlan:
 def test_logits_are_planned_for_every_sample(without_weights: Path) -> None:
     """A row with drafts has one more for each, but never more than the step has tokens."""
     config = EngineConfig(model=str(without_weights), max_num_seqs=4, max_num_batched_tokens=16)
-    plans = [plan_engine(config, max_draft_tokens) for max_draft_tokens in (0, 2, 9)]
+    drafts = [{"method": "known", "num_speculative_tokens": count} for count in (2, 9)]
+    with mock.patch.object(config_checks, "SPECULATIVE_METHODS", {"known": ("num_speculative_tokens",)}):
+        plans = [plan_engine(dataclasses.replace(config, speculative_config=each)) for each in (None, *drafts)]
     least, some, most = (plan.needs.temporaries for plan in plans)
     logits = 4 * 4 * plans[0].config.vocab_size
     assert (some - least, most - least) == (2 * 4 * logits, 12 * logits)

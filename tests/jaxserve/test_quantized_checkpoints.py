@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import CheckpointError, convert, open_checkpoint
 from checkpoints.tensor_info import whole_index
 from jaxserve import LLM, SamplingParams
+from jaxserve.errors import ConfigError
 from jaxserve.models.loading import check_weights, load_weights, read_model_config
 from tests.quantized_cases import CASES, Case
 from tests.quantized_files import quantize, write_mxfp4
@@ -127,6 +128,28 @@ def test_an_engine_generates_what_the_float_model_does(settings: dict[str, int],
         with LLM(str(directory), warm_up=False, **common, **settings) as llm:
             outputs.append([output.outputs[0] for output in llm.generate(prompts, params)])
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "message"),
+    [
+        ("awq", "awq", None),
+        ("awq", "awq_marlin", None),
+        ("awq", "None", None),
+        ("awq", "gptq", "quantization='gptq': the weights in .* are quantized with awq"),
+        (None, "fp8", "quantization='fp8': the weights in .* are not quantized, and are not quantized when"),
+    ],
+)
+def test_the_setting_names_what_the_checkpoint_has(
+    stored: str | None, wanted: str, message: str | None, tmp_path: Path
+) -> None:
+    plain, quantized = write(tmp_path, DENSE, CASES["awq"])
+    directory = plain if stored is None else quantized
+    if message is None:
+        assert read_model_config(directory, None, wanted) == read_model_config(directory)
+        return
+    with pytest.raises(ConfigError, match=message):
+        read_model_config(directory, None, wanted)
 
 
 def test_what_is_decoded_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

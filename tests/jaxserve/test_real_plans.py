@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.device import memory_fit
+from jaxserve.device import memory
 from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.errors import UnsupportedModelError
 from jaxserve.models.loading import read_model_config
@@ -40,7 +40,7 @@ LARGE = {"deepseek-r1": (671.0e9, 61), "kimi-k2": (1026.4e9, 61)}
 
 @pytest.fixture(autouse=True)
 def _vast_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_fit, "device_memory_bytes", lambda device: 1 << 43)
+    monkeypatch.setattr(memory, "device_memory_bytes", lambda device: 1 << 43)
 
 
 def plan(directory: Path, **settings: Any) -> EnginePlan:

@@ -2,7 +2,6 @@
 
 import array
 import dataclasses
-import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import parse_prompt
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import ON_DEVICE, StepPlan
+from jaxserve.scheduling.plan_codec import decode_plans, encode_plans
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
 from tests.remote_runner import RemoteRunner
 
@@ -71,8 +71,8 @@ def check_plain(value: Any) -> None:
 
 def check_plan(sent: bytes) -> StepPlan:
     """A plan survives the way there, with what is derived from its rows."""
-    (plan,) = pickle.loads(sent)
-    assert isinstance(plan, StepPlan) and pickle.loads(pickle.dumps(plan)) == plan
+    (plan,) = decode_plans(sent)
+    assert encode_plans([plan]) == sent
     check_plain(plan)
     fresh = dataclasses.replace(plan)
     assert (plan.num_tokens, plan.is_decode_only) == (fresh.num_tokens, fresh.is_decode_only)

@@ -400,8 +400,9 @@ def test_pages_of_several_tables_move(tmp_path: Path) -> None:
 def test_drafts_are_verified_on_the_new_mesh() -> None:
     run, params = Run(), [SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)] * 3
     alone = [outcome(output) for output in run.without_drafts(params)]
-    resharder = resharding.Resharder(EngineConfig(**DRAFT_SETTINGS), run.started)
-    resharder.reshard("tensor=2", None)
+    with run.proposing():
+        resharder = resharding.Resharder(EngineConfig(**DRAFT_SETTINGS), run.started)
+        resharder.reshard("tensor=2", None)
     steps = run.counter("steps")
     assert [outcome(output) for output in run.answers("right", params)] == alone
     assert run.proposer.num_proposals and run.counter("steps") - steps < 30

@@ -129,9 +129,14 @@ def parsed(*arguments: str) -> dict[str, Any]:
         ("--limit-mm-per-prompt.image 2", {"limit_mm_per_prompt": {"image": 2}}),
         ("--cudagraph-capture-sizes 1 2 4", {"cudagraph_capture_sizes": [1, 2, 4]}),
         ("--distributed-executor-backend mp", {"distributed_executor_backend": "mp"}),
-        ("--quantization None", {}),
+        ("--quantization None", {"quantization": "None"}),
         ("-q fp8", {"quantization": "fp8"}),
         ("-O3", {"optimization_level": 3}),
+        ('-sc {"method":"ngram"}', {"speculative_config": {"method": "ngram"}}),
+        (
+            "--speculative-config.method ngram --speculative-config.num_speculative_tokens 3",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        ),
         ("-tp 2 -pp 2 -dp 1 -ep", {
             "tensor_parallel_size": 2,
             "pipeline_parallel_size": 2,

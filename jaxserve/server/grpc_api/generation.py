@@ -12,12 +12,12 @@ from jaxserve.parsers import MessageDelta
 from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.chat import ChatParser, chat_request, check_variables
-from jaxserve.server.frontend import Frontend
+from jaxserve.server.frontend import Frontend, sampling_params
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
 from jaxserve.server.packed_logprobs import write_output
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
 from jaxserve.server.proto_codec import completion_to_proto, given_fields, prompt_to_proto, read_json
-from jaxserve.server.request_log import Usage
+from jaxserve.server.request_log import RequestEntry
 
 _CONVERTED = ("messages", "tools", "chat_template_kwargs_json")
 REQUEST_ID_KEY = "x-request-id"
@@ -38,10 +38,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> generation_pb2.GenerateResponse:
         """Generate completions and return them whole."""
-        engine_request, parser = self._read_request(request, RequestOutputKind.FINAL_ONLY, context.time_remaining())
-        usage = Usage()
-        writer = _ResponseWriter(parser, usage, request.return_prompt)
-        async with self._outputs(engine_request, usage, context) as outputs:
+        entry, parser = self._read_request(request, RequestOutputKind.FINAL_ONLY, context.time_remaining())
+        writer = _ResponseWriter(parser, entry, request.return_prompt)
+        async with self._outputs(entry, context) as outputs:
             async for output in outputs:
                 if output.finished:
                     response = generation_pb2.GenerateResponse(request_id=CURRENT_CALL.get().request_id)
@@ -55,11 +54,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if interval < 1:
             message = f"stream_interval must be at least 1, got {interval}"
             raise RequestError(message, parameter="stream_interval", value=interval)
-        engine_request, parser = self._read_request(request.request, RequestOutputKind.DELTA, context.time_remaining())
-        usage = Usage()
-        writer = _ResponseWriter(parser, usage, request.request.return_prompt, interval)
+        entry, parser = self._read_request(request.request, RequestOutputKind.DELTA, context.time_remaining())
+        writer = _ResponseWriter(parser, entry, request.request.return_prompt, interval)
         limit_s = self._frontend.config.stall_timeout or None
-        async with self._outputs(engine_request, usage, context) as outputs:
+        async with self._outputs(entry, context) as outputs:
             async for output in outputs:
                 response = generation_pb2.StreamGenerateResponse(request_id=CURRENT_CALL.get().request_id)
                 if not await write_output(output, writer.write, output, response):
@@ -71,20 +69,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     raise DeadlineError(f"the client did not read the response for {limit_s:g} s") from error
 
     @contextlib.asynccontextmanager
-    async def _outputs(
-        self, request: Request, usage: Usage, context: Context
-    ) -> AsyncIterator[AsyncIterator[RequestOutput]]:
+    async def _outputs(self, entry: RequestEntry, context: Context) -> AsyncIterator[AsyncIterator[RequestOutput]]:
         """Admit a request and give its outputs; the request has ended when the block has."""
         call = CURRENT_CALL.get()
-        with self._frontend.ledger.admit(call.caller, request.params.n):
+        with self._frontend.ledger.admit(call.caller, entry.request.params.n):
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
-            async with contextlib.aclosing(self._frontend.generate(call.caller, request, usage)) as outputs:
+            async with contextlib.aclosing(self._frontend.generate(entry)) as outputs:
                 yield outputs
 
     def _read_request(
         self, message: generation_pb2.GenerateRequest, kind: RequestOutputKind, timeout_s: float | None
-    ) -> tuple[Request, ChatParser | None]:
-        """Return the engine's request, and the parser of a conversation's completions.
+    ) -> tuple[RequestEntry, ChatParser | None]:
+        """Return the entry of a request, and the parser of a conversation's completions.
 
         Args:
             message: The client's request.
@@ -103,15 +99,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         frontend.check_model(message.model)
         names = ("priority", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")
         found: dict[str, Any] = {name: getattr(message, name) for name in names if message.HasField(name)}
-        found["request_id"] = CURRENT_CALL.get().request_id
+        caller, found["request_id"] = CURRENT_CALL.get().caller, CURRENT_CALL.get().request_id
         given = {**given_fields(message.sampling_params), "output_kind": kind}
         found |= {"timeout_s": timeout_s, "is_strict_length": "max_tokens" in given}
         if prompt == "messages":
-            return chat_request(frontend, conversation_fields(message.messages), given, **found)
+            chat, parser = chat_request(frontend, conversation_fields(message.messages), given, **found)
+            return frontend.entry(caller, chat), parser
         found[prompt] = message.text if prompt == "text" else token_ids("token_ids", tuple(message.token_ids.ids))
         if not found[prompt]:
             raise RequestError("the prompt must not be empty", parameter="prompt")
-        return Request(**found, params=frontend.info.sampling_params(given)), None
+        return frontend.entry(caller, Request(**found, params=sampling_params(frontend.info, given))), None
 
 
 def conversation_fields(conversation: chat_pb2.Conversation) -> dict[str, Any]:
@@ -160,14 +157,14 @@ class _ResponseWriter:
 
     Args:
         parser: Parses the completions of a conversation; None for other prompts.
-        usage: Has the tokens of the outputs that are written.
+        entry: Has counted the tokens of the outputs that are written.
         returns_prompt: Whether to return the prompt's token ids and text.
         interval: Least number of tokens of a completion in a message, except in its first and its last.
     """
 
-    def __init__(self, parser: ChatParser | None, usage: Usage, returns_prompt: bool, interval: int = 1):
+    def __init__(self, parser: ChatParser | None, entry: RequestEntry, returns_prompt: bool, interval: int = 1):
         self._parser = parser
-        self._usage = usage
+        self._entry = entry
         self._returns_prompt = returns_prompt
         self._interval = interval
         self._held: dict[int, CompletionOutput] = {}
@@ -193,9 +190,9 @@ class _ResponseWriter:
                         written.message.CopyFrom(_delta_message(delta))
                 response.completions.append(written)
         if output.finished:
-            response.usage.prompt_tokens = self._usage.num_prompt_tokens or 0
-            response.usage.completion_tokens = self._usage.num_generated.total()
-            response.usage.cached_tokens = self._usage.num_cached_tokens
+            response.usage.prompt_tokens = self._entry.num_prompt_tokens or 0
+            response.usage.completion_tokens = self._entry.num_generated.total()
+            response.usage.cached_tokens = self._entry.num_cached_tokens
         return is_first or output.finished or bool(response.completions)
 
     def _due(self, new: CompletionOutput) -> CompletionOutput | None:

@@ -18,7 +18,7 @@ from jaxserve.server.http_api import status
 from jaxserve.server.http_api.chat import chat_completions
 from jaxserve.server.http_api.completions import completions
 from jaxserve.server.http_api.embeddings import embeddings
-from jaxserve.server.http_api.endpoint import DISCONNECTED, LABEL, Endpoint, Handler, HttpCall
+from jaxserve.server.http_api.endpoint import DISCONNECTED, LABEL, STATUS, Endpoint, Handler, HttpCall
 from jaxserve.server.http_api.responses import error_response
 from jaxserve.server.http_api.tokenization import detokenize, tokenize
 from jaxserve.server.settings import ServerConfig
@@ -105,12 +105,11 @@ class RequestLabels:
         scope["root_path"] = self._config.root_path  # routes are found with and without it
         written = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         label = scope[LABEL] = written if _LABEL_FORM.fullmatch(written) else None
-        begin_s, status_code = time.monotonic(), 0
+        begin_s = time.monotonic()
 
         async def noting_send(message: Message) -> None:
-            nonlocal status_code
             if message["type"] == "http.response.start":
-                status_code = message["status"]
+                scope[STATUS] = message["status"]
                 if self._config.enable_request_id_headers:
                     request_id = label or new_request_id("req")
                     message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
@@ -122,7 +121,7 @@ class RequestLabels:
             path = scope["path"]  # a proxy may have removed the root path
             is_quiet = path in self._quiet_paths or path.removeprefix(self._config.root_path) in self._quiet_paths
             if not (is_quiet or self._config.disable_access_log):
-                code = 499 if scope.get(DISCONNECTED) else status_code
+                code = 499 if scope.get(DISCONNECTED) else scope.get(STATUS, 0)
                 self._log(scope, code, time.monotonic() - begin_s)
 
     def _log(self, scope: Scope, status_code: int, duration_s: float) -> None:

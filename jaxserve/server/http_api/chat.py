@@ -14,7 +14,7 @@ from jaxserve.parsers import MessageDelta, ParsedMessage
 from jaxserve.server.chat import chat_request, check_variables
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.http_api.endpoint import HttpCall
-from jaxserve.server.http_api.fields import Check, Fields, json_object, limited, objects, one_of, refused, whole
+from jaxserve.server.http_api.fields import Check, json_object, limited, objects, one_of, refused, whole
 from jaxserve.server.http_api.generation import (
     GENERATION_FIELDS,
     GenerationResponse,
@@ -72,7 +72,7 @@ async def chat_completions(call: HttpCall) -> ASGIApp:
 
 
 class _ChatCompletions(GenerationResponse):
-    def __init__(self, call: HttpCall, fields: Fields):
+    def __init__(self, call: HttpCall, fields: Mapping[str, Any]):
         kind = "chat.completion.chunk" if fields.get("stream", False) else "chat.completion"
         super().__init__(call, fields, "chatcmpl", kind)
         has_logprobs, num_top = fields.get("logprobs", False), fields.get("top_logprobs")

@@ -9,8 +9,9 @@ from starlette.types import ASGIApp
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag
 from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.server.frontend import sampling_params
 from jaxserve.server.http_api.endpoint import HttpCall
-from jaxserve.server.http_api.fields import Check, Fields, limited, prompts, refused
+from jaxserve.server.http_api.fields import Check, limited, prompts, refused
 from jaxserve.server.http_api.generation import (
     GENERATION_FIELDS,
     GenerationResponse,
@@ -37,7 +38,7 @@ async def completions(call: HttpCall) -> ASGIApp:
 
 
 class _Completions(GenerationResponse):
-    def __init__(self, call: HttpCall, fields: Fields):
+    def __init__(self, call: HttpCall, fields: Mapping[str, Any]):
         super().__init__(call, fields, "cmpl", "text_completion")
         self._has_echo, max_tokens = fields.get("echo", False), fields.get("max_tokens")
         # With max_tokens=0 a token is generated, since the engine generates at least one, and left out.
@@ -49,7 +50,7 @@ class _Completions(GenerationResponse):
         given: dict[str, Any] = {"max_tokens": 1 if self.is_echo_only else max_tokens, "logprobs": logprobs}
         if self._has_echo and logprobs is not None and (self.is_streamed or "prompt_logprobs" not in fields):
             given["prompt_logprobs"] = logprobs
-        self.params = call.frontend.info.sampling_params({**sampling_fields(fields), **given})
+        self.params = sampling_params(call.frontend.info, {**sampling_fields(fields), **given})
         self.requests = prompt_requests(call, fields, self.head["id"], fields["prompt"], params=self.params)
         self._has_prompt_logprobs = "prompt_logprobs" in fields
         self._echoes: dict[int, tuple[str, str]] = {}  # the text of a prompt, and of its first token

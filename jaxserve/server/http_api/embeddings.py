@@ -24,7 +24,6 @@ from jaxserve.server.http_api.generation import (
     usage_object,
 )
 from jaxserve.server.http_api.responses import json_response, unused_fields_header
-from jaxserve.server.request_log import Usage
 
 POOLING_FIELDS = ("pooling", "normalize", "dimensions")
 """Fields of ``PoolingParams``, which checks them."""
@@ -47,8 +46,9 @@ async def embeddings(call: HttpCall) -> Response:
     pooling = PoolingParams(**{name: fields[name] for name in POOLING_FIELDS if name in fields})
     prompts, params = fields["input"], SamplingParams(max_tokens=1)
     requests = prompt_requests(call, fields, head["id"], prompts, params=params, pooling=pooling)
-    vectors, usages = dict[int, list[float]](), [Usage() for _ in requests]
-    async with aclosing(generate_all(call, requests, usages)) as outputs:
+    vectors = dict[int, list[float]]()
+    entries = [call.frontend.entry(call.caller, request) for request in requests]
+    async with aclosing(generate_all(call, entries)) as outputs:
         async for index, output in outputs:
             vector = output.embedding
             if vector is None:
@@ -64,5 +64,5 @@ async def embeddings(call: HttpCall) -> Response:
     if fields.get("encoding_format") == "base64":
         for one in data:
             one["embedding"] = base64.b64encode(struct.pack(f"<{len(one['embedding'])}f", *one["embedding"])).decode()
-    body = {**head, "data": data, "usage": usage_object(sum(usage.num_prompt_tokens or 0 for usage in usages), 0)}
-    return json_response(body, headers=unused_fields_header(fields.unused))
+    body = {**head, "data": data, "usage": usage_object(sum(entry.num_prompt_tokens or 0 for entry in entries), 0)}
+    return json_response(body, headers=unused_fields_header(call.unused))

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxserve.errors import JaxserveError
 from jaxserve.server.auth import Caller
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.http_api.fields import Check, Fields, read_fields, read_json
+from jaxserve.server.http_api.fields import Check, read_fields, read_json
 from jaxserve.server.http_api.responses import error_response
 from jaxserve.server.tracing import remember_trace
 
@@ -23,11 +23,13 @@ Result = TypeVar("Result")
 
 DISCONNECTED = "jaxserve.disconnected"
 """Key of a connection's scope, True once the client has disconnected."""
+STATUS = "jaxserve.status"
+"""Key of a connection's scope: the status code, once the response has begun."""
 LABEL = "jaxserve.request_label"
 """Key of a connection's scope: the client's own name for a request, only shown in the log."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class HttpCall:
     """A request as handlers get it.
 
@@ -36,12 +38,14 @@ class HttpCall:
         caller: Who sent it.
         request: Path and headers.
         raw: The body.
+        unused: Names of fields without effect.
     """
 
     frontend: Frontend
     caller: Caller
     request: Request
     raw: bytes
+    unused: list[str] = dataclasses.field(default_factory=list[str])
 
     @functools.cached_property
     def body(self) -> dict[str, Any]:
@@ -52,14 +56,14 @@ class HttpCall:
         """
         return read_json(self.raw)
 
-    def fields(self, table: Mapping[str, Check], needs: str) -> Fields:
-        """Check the body's fields, and that the model it names exists.
+    def fields(self, table: Mapping[str, Check], needs: str) -> dict[str, Any]:
+        """Check the body's fields, and that the model it names exists; note those without effect.
 
         Raises:
             RequestError: No JSON object, or a field that is wrong, missing or (if the server is strict) unknown.
             UnknownModelError: It names another model.
         """
-        fields = read_fields(self.body, table, needs=needs, is_strict=self.frontend.config.strict)
+        fields, self.unused = read_fields(self.body, table, needs=needs, is_strict=self.frontend.config.strict)
         self.frontend.check_model(fields.get("model"))
         return fields
 
@@ -85,17 +89,12 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request."""
-        request, has_started, raw = Request(scope, receive), False, bytearray()
+        request, raw = Request(scope, receive), bytearray()
         remember_trace(request.headers)
-
-        async def noting_send(message: Any) -> None:
-            nonlocal has_started
-            has_started = True
-            await send(message)
 
         async def respond() -> None:
             response = await self._handler(HttpCall(self._frontend, caller, request, bytes(raw)))
-            await response(scope, receive, noting_send)
+            await response(scope, receive, send)
 
         try:
             caller = Caller("anonymous", frozenset())
@@ -110,7 +109,7 @@ class Endpoint:
         except ClientDisconnect:
             scope[DISCONNECTED] = True
         except Exception as error:
-            if has_started:
+            if STATUS in scope:
                 raise
             if not isinstance(error, JaxserveError | HTTPException):
                 logger.exception("%s %s failed", scope["method"], scope["path"])

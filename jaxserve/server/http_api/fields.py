@@ -23,17 +23,9 @@ _LIMIT = 2**63
 """Integers are below it: messages to the engine process hold 64 bits."""
 
 
-class Fields(dict[str, Any]):
-    """The checked values of a request's fields by name; null counts as not given.
-
-    Attributes:
-        unused: Names of fields that had no effect.
-    """
-
-    unused: tuple[str, ...] = ()
-
-
-def read_fields(body: Mapping[str, Any], table: Mapping[str, Check], *, needs: str | None, is_strict: bool) -> Fields:
+def read_fields(
+    body: Mapping[str, Any], table: Mapping[str, Check], *, needs: str | None, is_strict: bool
+) -> tuple[dict[str, Any], list[str]]:
     """Check the fields of a JSON object.
 
     Args:
@@ -41,6 +33,9 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Check], *, needs: s
         table: Name to check.
         needs: A required field.
         is_strict: Whether unknown fields are errors.
+
+    Returns:
+        The values by name, without those that are null, and the names of unknown fields, which have no effect.
 
     Raises:
         RequestError: A wrong value, a missing field, or an unknown one.
@@ -50,9 +45,8 @@ def read_fields(body: Mapping[str, Any], table: Mapping[str, Check], *, needs: s
         check_known(unknown, table)
     if needs is not None and body.get(needs) is None:
         raise RequestError(f"the field {needs!r} is missing", parameter=needs)
-    fields = Fields({name: table[name](name, body[name]) for name in body if name in table and body[name] is not None})
-    fields.unused = tuple(unknown)
-    return fields
+    fields = {name: table[name](name, body[name]) for name in body if name in table and body[name] is not None}
+    return fields, unknown
 
 
 def check_known(unknown: list[str], table: Mapping[str, Check]) -> None:

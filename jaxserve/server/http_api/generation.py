@@ -12,7 +12,7 @@ from contextlib import aclosing
 from types import MappingProxyType
 from typing import Any
 
-from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import flag, text
@@ -25,7 +25,6 @@ from jaxserve.server.frontend import Frontend, new_request_id
 from jaxserve.server.http_api.endpoint import LABEL, HttpCall
 from jaxserve.server.http_api.fields import (
     Check,
-    Fields,
     check_known,
     json_object,
     limited,
@@ -33,9 +32,9 @@ from jaxserve.server.http_api.fields import (
     read_fields,
     whole,
 )
-from jaxserve.server.http_api.responses import DONE, EventStream, json_response, json_text, unused_fields_header
+from jaxserve.server.http_api.responses import DONE, json_response, json_text, send_events, unused_fields_header
 from jaxserve.server.packed_logprobs import write_output
-from jaxserve.server.request_log import Usage
+from jaxserve.server.request_log import RequestEntry
 from jaxserve.server.settings import ServerConfig
 
 VERSION = importlib.metadata.version("jaxserve")
@@ -94,7 +93,7 @@ GENERATION_FIELDS: Mapping[str, Check] = MappingProxyType(
 """Fields of completions and chat completions."""
 
 
-def sampling_fields(fields: Fields) -> dict[str, Any]:
+def sampling_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``SamplingParams`` that a request gives.
 
     Raises:
@@ -111,7 +110,7 @@ def sampling_fields(fields: Fields) -> dict[str, Any]:
     return values
 
 
-def _structured_outputs(fields: Fields) -> dict[str, Any] | None:
+def _structured_outputs(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return ``SamplingParams.structured_outputs`` from the field of that name or from ``response_format``.
 
     Raises:
@@ -143,7 +142,7 @@ def _structured_outputs(fields: Fields) -> dict[str, Any] | None:
     return {"json": schema}
 
 
-def request_fields(call: HttpCall, fields: Fields) -> dict[str, Any]:
+def request_fields(call: HttpCall, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``Request`` for each prompt of a request, and note its label for the log.
 
     Raises:
@@ -167,7 +166,7 @@ def request_fields(call: HttpCall, fields: Fields) -> dict[str, Any]:
 
 
 def prompt_requests(
-    call: HttpCall, fields: Fields, response_id: str, prompts: Sequence[Mapping[str, Any]], **arguments: Any
+    call: HttpCall, fields: Mapping[str, Any], response_id: str, prompts: Sequence[Mapping[str, Any]], **arguments: Any
 ) -> list[Request]:
     """Return one request to the engine for each prompt.
 
@@ -194,19 +193,19 @@ def prompt_requests(
 
 
 async def generate_all(
-    call: HttpCall, requests: Sequence[Request], usages: Sequence[Usage]
+    call: HttpCall, entries: Sequence[RequestEntry]
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Admit requests together, and yield the outputs of each with the request's index, as they come.
 
-    An error of one request aborts the others. Tokens are counted in ``usages``, one for each request.
+    An error of one request aborts the others.
 
     Raises:
         JaxserveError: As ``Ledger.admit`` and ``Frontend.generate``.
     """
     frontend = call.frontend
-    with frontend.ledger.admit(call.caller, sum(request.params.n for request in requests)):
-        if len(requests) == 1:
-            async with aclosing(frontend.generate(call.caller, requests[0], usages[0])) as outputs:
+    with frontend.ledger.admit(call.caller, sum(entry.request.params.n for entry in entries)):
+        if len(entries) == 1:
+            async with aclosing(frontend.generate(entries[0])) as outputs:
                 async for output in outputs:
                     yield 0, output
             return
@@ -214,17 +213,17 @@ async def generate_all(
         # At most one output waits here: while the reader is busy, the engine client merges the deltas of each request.
         queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(1)
 
-        async def forward(index: int, request: Request) -> None:
+        async def forward(index: int, entry: RequestEntry) -> None:
             end: Exception | None = None
             try:
-                async with aclosing(frontend.generate(call.caller, request, usages[index])) as outputs:
+                async with aclosing(frontend.generate(entry)) as outputs:
                     async for output in outputs:
                         await queue.put((index, output))
             except Exception as error:
                 end = error
             await queue.put((index, end))
 
-        tasks = [asyncio.create_task(forward(index, request)) for index, request in enumerate(requests)]
+        tasks = [asyncio.create_task(forward(index, entry)) for index, entry in enumerate(entries)]
         try:
             num_left = len(tasks)
             while num_left:
@@ -287,10 +286,10 @@ class GenerationResponse(abc.ABC):
     requests: Sequence[Request]
     is_echo_only = False
 
-    def __init__(self, call: HttpCall, fields: Fields, id_prefix: str, kind: str):
+    def __init__(self, call: HttpCall, fields: Mapping[str, Any], id_prefix: str, kind: str):
         config, self.call = call.frontend.config, call
         self.is_streamed = fields.get("stream", False)
-        unused, options = _unused_parts(fields, config), fields.get("stream_options") or {}
+        unused, options = call.unused + _unused_parts(fields, config), fields.get("stream_options") or {}
         if options and not self.is_streamed:
             message = "Stream options can only be defined when `stream=True`."
             raise RequestError(message, parameter="stream_options")
@@ -303,7 +302,7 @@ class GenerationResponse(abc.ABC):
         )
         self.has_token_ids = fields.get("return_token_ids", False)
         self.has_tokens_as_ids = fields.get("return_tokens_as_token_ids", config.return_tokens_as_token_ids)
-        self._headers = unused_fields_header([*fields.unused, *unused])
+        self._headers = unused_fields_header(unused)
         self.head = response_head(call.frontend, id_prefix, kind)
         self.more: dict[str, Any] = {}
 
@@ -319,13 +318,13 @@ class GenerationResponse(abc.ABC):
         """Ask the engine for what the choices of an output need besides it."""
         del prompt, output
 
-    async def respond(self) -> Response | EventStream:
-        """Generate, and return the response."""
-        self._usages = [Usage() for _ in self.requests]
+    async def respond(self) -> ASGIApp:
+        """Return the response: a stream that generates, or all that was generated."""
+        self._entries = [self.call.frontend.entry(self.call.caller, request) for request in self.requests]
         if self.is_streamed:
-            return EventStream(self._events(), self._headers)
+            return self._stream
         choices: list[dict[str, Any]] = []
-        async with aclosing(generate_all(self.call, self.requests, self._usages)) as outputs:
+        async with aclosing(generate_all(self.call, self._entries)) as outputs:
             async for prompt, output in outputs:
                 await self.prepare(prompt, output)
                 choices += await write_output(output, self.choices, prompt, output)
@@ -335,9 +334,13 @@ class GenerationResponse(abc.ABC):
             return json_response(body, headers=self._headers)
         return await asyncio.to_thread(json_response, body, headers=self._headers)  # it may be long
 
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope, receive  # ``Endpoint`` watches for a client that disconnects
+        await send_events(self._events(), self._headers, send)
+
     async def _events(self) -> AsyncGenerator[bytes, None]:
         begin = f"data: {json_text(self.head)[:-1]},"
-        async with aclosing(generate_all(self.call, self.requests, self._usages)) as outputs:
+        async with aclosing(generate_all(self.call, self._entries)) as outputs:
             async for prompt, output in outputs:
                 await self.prepare(prompt, output)
                 events = await write_output(output, self._chunks, begin, prompt, output)
@@ -347,20 +350,20 @@ class GenerationResponse(abc.ABC):
 
     def _chunks(self, begin: str, prompt: int, output: RequestOutput) -> bytes:
         """Return the events of an output of the prompt with this index."""
-        events, usage = b"", self._usages[prompt]
+        events, entry = b"", self._entries[prompt]
         for choice, more in self.deltas(prompt, output):
             if self.has_usage_always and "usage" not in more:
-                num_generated = 0 if self.is_echo_only else usage.num_generated[choice["index"] % self.params.n]
-                more["usage"] = usage_object(usage.num_prompt_tokens or 0, num_generated)
+                num_generated = 0 if self.is_echo_only else entry.num_generated[choice["index"] % self.params.n]
+                more["usage"] = usage_object(entry.num_prompt_tokens or 0, num_generated)
             events += _event(begin, {"choices": [choice], **more})
         return events
 
     def _usage(self) -> dict[str, Any]:
-        num_prompt = sum(usage.num_prompt_tokens or 0 for usage in self._usages)
-        num_generated = 0 if self.is_echo_only else sum(usage.num_generated.total() for usage in self._usages)
+        num_prompt = sum(entry.num_prompt_tokens or 0 for entry in self._entries)
+        num_generated = 0 if self.is_echo_only else sum(entry.num_generated.total() for entry in self._entries)
         found = usage_object(num_prompt, num_generated)
         if self.call.frontend.config.enable_prompt_tokens_details:
-            found["prompt_tokens_details"] = {"cached_tokens": sum(usage.num_cached_tokens for usage in self._usages)}
+            found["prompt_tokens_details"] = {"cached_tokens": sum(entry.num_cached_tokens for entry in self._entries)}
         return found
 
 
@@ -368,7 +371,7 @@ def _event(begin: str, chunk: dict[str, Any]) -> bytes:
     return f"{begin}{json_text(chunk)[1:]}\n\n".encode("utf-8", "replace")
 
 
-def _unused_parts(fields: Fields, config: ServerConfig) -> list[str]:
+def _unused_parts(fields: Mapping[str, Any], config: ServerConfig) -> list[str]:
     """Check the stream options; return the names in them and in the response format that have no effect.
 
     Raises:
@@ -376,8 +379,8 @@ def _unused_parts(fields: Fields, config: ServerConfig) -> list[str]:
     """
     given, form, unused = fields.get("stream_options"), fields.get("response_format"), list[str]()
     if given:
-        options = read_fields(given, _STREAM_OPTIONS, needs=None, is_strict=config.strict)
-        unused += [f"stream_options.{name}" for name in options.unused]
+        _, unknown = read_fields(given, _STREAM_OPTIONS, needs=None, is_strict=config.strict)
+        unused += [f"stream_options.{name}" for name in unknown]
     if form and isinstance(form.get("type"), str) and form["type"] in _FORMAT_FIELDS:
         unused += [f"response_format.{name}" for name in form if name not in _FORMAT_FIELDS[form["type"]]]
         schema = form.get("json_schema")

@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from jaxserve.errors import JaxserveError
 from jaxserve.server.errors import status_of
@@ -69,39 +69,33 @@ def error_response(error: Exception) -> Response:
     return json_response(body, code, headers)
 
 
-class EventStream:
-    """A stream of server-sent events, as an ASGI application.
+async def send_events(events: AsyncGenerator[bytes, None], headers: Mapping[str, str], send: Send) -> None:
+    """Send a stream of server-sent events.
 
     Args:
         events: Whole events. An error before the first is raised, so that it can become the response's status; a later
             one becomes the last event.
         headers: More headers of the response.
+        send: Of the ASGI application.
     """
+    async with aclosing(events):
+        event = await anext(events, b"")
+        encoded = [(name.encode(), value.encode("latin-1")) for name, value in {**_STREAM_HEADERS, **headers}.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": encoded})
+        while event:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            event = await _next_event(events)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]):
-        self._events = events
-        self._headers = {**_STREAM_HEADERS, **headers}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; ``Endpoint`` watches for a client that disconnects."""
-        del scope, receive
-        async with aclosing(self._events):
-            event = await anext(self._events, b"")
-            headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            while event:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-                event = await self._next()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _next(self) -> bytes:
-        """Return the next event, b"" after the last."""
-        try:
-            return await anext(self._events, b"")
-        except Exception as error:
-            if not isinstance(error, JaxserveError):
-                logger.exception("a stream failed")
-            return f"data: {json_text(error_object(error))}\n\n".encode("utf-8", "replace") + DONE
+async def _next_event(events: AsyncGenerator[bytes, None]) -> bytes:
+    """Return the next event, an error as the last one; b"" at the end."""
+    try:
+        return await anext(events, b"")
+    except Exception as error:
+        if not isinstance(error, JaxserveError):
+            logger.exception("a stream failed")
+        return f"data: {json_text(error_object(error))}\n\n".encode("utf-8", "replace") + DONE
 
 
 def unused_fields_header(names: Sequence[str]) -> dict[str, str]:

@@ -39,7 +39,7 @@ async def tokenize(call: HttpCall) -> Response:
         "tokens": list(ids),
         "token_strs": strings if has_strings else None,
     }
-    return json_response(body, headers=unused_fields_header(fields.unused))
+    return json_response(body, headers=unused_fields_header(call.unused))
 
 
 async def detokenize(call: HttpCall) -> Response:
@@ -49,4 +49,4 @@ async def detokenize(call: HttpCall) -> Response:
     check_converted("tokens", len(ids))
     with call.frontend.ledger.admit(call.caller):
         found = await call.frontend.engine.detokenize(ids, fields.get("skip_special_tokens", False))
-    return json_response({"prompt": found}, headers=unused_fields_header(fields.unused))
+    return json_response({"prompt": found}, headers=unused_fields_header(call.unused))

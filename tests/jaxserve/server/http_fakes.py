@@ -16,7 +16,7 @@ from jaxserve.sampling_params import check_against
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_messages import EngineInfo
-from jaxserve.server.frontend import Frontend, ParserNames
+from jaxserve.server.frontend import Frontend, ParserNames, sampling_params
 from jaxserve.server.http_api.app import make_app
 from jaxserve.server.ledger import Ledger
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
@@ -191,7 +191,7 @@ class FakeEngine(EngineClient):
 
     async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
         """The prompt of every conversation."""
-        self.requests["render"] = Request(chat=chat, params=self.info.sampling_params({}))
+        self.requests["render"] = Request(chat=chat, params=sampling_params(self.info, {}))
         return self.rendered, [ord(character) for character in self.rendered]
 
     async def tokenizer_info(self) -> dict[str, Any]:

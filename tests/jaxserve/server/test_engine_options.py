@@ -13,6 +13,7 @@ from jaxserve import ConfigError, RequestError
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_process.process import max_output_tokens
+from jaxserve.server.frontend import sampling_params
 from jaxserve.server.settings import ServerConfig
 from jaxserve.text.tokenizer import load_tokenizer
 from tests.server_process import PROGRAMS_CACHE
@@ -72,21 +73,21 @@ def client(runner: asyncio.Runner, model: Path) -> Iterator[EngineClient]:
 def test_what_overrides_the_generation_config_is_the_servers_default(client: EngineClient) -> None:
     """Also where it is Python's default, as 16 tokens are."""
     assert client.info.default_fields == {"temperature": 0.5, "top_p": 0.9, "max_tokens": 16}
-    assert client.info.sampling_params({}, is_chat=True).max_tokens == 16
-    assert client.info.sampling_params({"temperature": 0.25}).temperature == 0.25
+    assert sampling_params(client.info, {}, is_chat=True).max_tokens == 16
+    assert sampling_params(client.info, {"temperature": 0.25}).temperature == 0.25
 
 
 def test_max_new_tokens_of_the_operator_is_a_limit(client: EngineClient) -> None:
     """As in vLLM; less can be asked for, and what cannot be kept within it is refused."""
     assert client.info.max_output_tokens == 16
-    assert [client.info.sampling_params({"max_tokens": asked}).max_tokens for asked in (3, 16, 17, -1)] == [
+    assert [sampling_params(client.info, {"max_tokens": asked}).max_tokens for asked in (3, 16, 17, -1)] == [
         3,
         16,
         16,
         16,
     ]
     with pytest.raises(RequestError, match="min_tokens"):
-        client.info.sampling_params({"max_tokens": 40, "min_tokens": 20})
+        sampling_params(client.info, {"max_tokens": 40, "min_tokens": 20})
 
 
 @pytest.mark.parametrize(

@@ -204,13 +204,13 @@ def test_several_samples_with_logprobs(run: Run, client: EngineClient) -> None:
     (final,) = run(outputs_of(client, final_only))
     assert [one.index for one in final.outputs] == [0, 1, 2]
     assert [(one.text, one.token_ids, one.logprobs) for one in joined] == [
-        (one.text, one.token_ids, one.logprobs) for one in final.outputs
+        (one.text, one.token_ids, list(one.logprobs or ())) for one in final.outputs
     ]
     for one in final.outputs:
         assert one.logprobs is not None and len(one.logprobs) == len(one.token_ids) == 6
         chosen = [position[token].logprob for position, token in zip(one.logprobs, one.token_ids, strict=True)]
         assert one.cumulative_logprob == pytest.approx(sum(chosen))
-    assert final.prompt_logprobs is not None and final.prompt_logprobs[0] is None
+    assert final.prompt_logprobs is not None and not final.prompt_logprobs[0]
     assert len(final.prompt_logprobs) == len(final.prompt_token_ids)
 
 
@@ -438,7 +438,7 @@ def test_too_many_waiting_prompt_tokens_are_refused_at_once_and_the_rest_runs(ru
         frontend.open()
 
         async def ask(name: str) -> list[RequestOutput]:
-            outputs = frontend.generate(ANYBODY, dataclasses.replace(request, request_id=name))
+            outputs = frontend.generate(frontend.entry(ANYBODY, dataclasses.replace(request, request_id=name)))
             return [output async for output in outputs]
 
         tasks = [ask(f"burst-{index}") for index in range(count)]

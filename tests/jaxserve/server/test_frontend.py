@@ -24,7 +24,7 @@ def sent(frontend: Frontend, engine: ObservedEngine, caller: Caller, **fields: A
 
     async def run() -> None:
         request = Request(request_id=new_request_id("cmpl"), text="a", params=SamplingParams(), **fields)
-        async for _ in frontend.generate(caller, request):
+        async for _ in frontend.generate(frontend.entry(caller, request)):
             pass
 
     asyncio.run(run())

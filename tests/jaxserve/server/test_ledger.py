@@ -143,20 +143,23 @@ def test_prompts_wait_once_more_sequences_came_than_the_steps_have_room_for() ->
     prompts = [Prompt(ledger, num_seqs) for num_seqs in (1, 3, 1)]
     assert [prompt.waits for prompt in prompts] == [False, False, True]
     prompts[1].leave()  # the last one runs now
-    assert [Prompt(ledger, num_seqs).waits for num_seqs in (2, 1)] == [False, True]
+    prompts += [Prompt(ledger, num_seqs) for num_seqs in (2, 1)]
+    assert [prompt.waits for prompt in prompts[3:]] == [False, True]
     ledger.open(10_000, max_num_seqs=8, max_num_queued_tokens=100)
-    assert Prompt(ledger).waits  # after the one that waits
+    prompts.append(Prompt(ledger))
+    assert prompts[-1].waits  # after the one that waits
     prompts[0].leave()
-    assert not Prompt(ledger).waits
+    prompts.append(Prompt(ledger))
+    assert not prompts[-1].waits
 
 
 def test_a_prompt_of_more_sequences_than_run_at_a_time_runs_alone() -> None:
     ledger = opened(4, 100)
-    large = Prompt(ledger, 9)
-    assert not large.waits
-    assert Prompt(ledger).waits
+    large, next_one = Prompt(ledger, 9), Prompt(ledger)
+    assert (large.waits, next_one.waits) == (False, True)
     large.leave()
-    assert not Prompt(ledger).waits
+    last = Prompt(ledger)
+    assert not last.waits
 
 
 def test_prompts_of_requests_that_wait_are_counted() -> None:
@@ -169,7 +172,8 @@ def test_prompts_of_requests_that_wait_are_counted() -> None:
         ledger.note_prompt(second, 50)
     ledger.note_prompt(second, 40)
     first.leave()
-    ledger.note_prompt(Prompt(ledger), 60)
+    third = Prompt(ledger)
+    ledger.note_prompt(third, 60)
 
 
 def test_a_prompt_waits_until_those_before_it_end() -> None:

@@ -47,7 +47,7 @@ def test_numbers_move_while_an_answer_comes() -> None:
     frontend = make_frontend()
 
     async def run() -> None:
-        outputs = frontend.generate(ANYBODY, Request(request_id="cmpl-1", text="a", params=PARAMS))
+        outputs = frontend.generate(frontend.entry(ANYBODY, Request(request_id="cmpl-1", text="a", params=PARAMS)))
         async with aclosing(outputs):
             await anext(outputs)
             counts = frontend.log.counts
@@ -96,7 +96,7 @@ def test_a_reader_who_leaves_has_cancelled() -> None:
     frontend = make_frontend(ObservedEngine(ANSWER[0], 60.0, ANSWER[1]))
 
     async def leave(closes: bool) -> None:
-        outputs = frontend.generate(ANYBODY, Request(request_id="cmpl-1", text="a", params=PARAMS))
+        outputs = frontend.generate(frontend.entry(ANYBODY, Request(request_id="cmpl-1", text="a", params=PARAMS)))
         await anext(outputs)
         if closes:
             await outputs.aclose()
@@ -116,7 +116,7 @@ def test_leaving_behind_the_last_output_is_no_cancellation() -> None:
     frontend = make_frontend()
 
     async def run() -> None:
-        outputs = frontend.generate(ANYBODY, Request(request_id="cmpl-1", text="a", params=PARAMS))
+        outputs = frontend.generate(frontend.entry(ANYBODY, Request(request_id="cmpl-1", text="a", params=PARAMS)))
         async for one in outputs:
             if one.finished:
                 break
@@ -261,7 +261,7 @@ def test_keys_and_salts_are_in_no_line(caplog: pytest.LogCaptureFixture) -> None
 
     async def run() -> None:
         request = Request(request_id="cmpl-1", text="a", params=PARAMS, cache_salt="salt-secret")
-        async for _ in frontend.generate(caller, request):
+        async for _ in frontend.generate(frontend.entry(caller, request)):
             pass
 
     asyncio.run(run())
