@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors, torch `.bin` and Orbax, read by byte range straight into sharded JAX arrays.
+"""Checkpoints: safetensors, torch `.bin`, Orbax and GGUF, read by byte range straight into sharded JAX arrays.
 
 This package imports nothing else of the repository and is useful alone:
 
@@ -13,6 +13,7 @@ from checkpoints.choice import Listings as Listings
 from checkpoints.choice import open_checkpoint as open_checkpoint
 from checkpoints.convert import convert as convert
 from checkpoints.errors import CheckpointError as CheckpointError
+from checkpoints.gguf_choice import is_gguf as is_gguf
 from checkpoints.hub import resolve_model as resolve_model
 from checkpoints.loader import Stored as Stored
 from checkpoints.loader import load_array as load_array

@@ -7,15 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from checkpoints.errors import CheckpointError
 from checkpoints.orbax_io import OrbaxReader, find_orbax, find_trees
 from checkpoints.quantized.format import Format
+from checkpoints.quantized.gguf import open_gguf
 from checkpoints.quantized.reader import QuantizedReader
 from checkpoints.quantized.registry import format_for
 from checkpoints.quantized.settings import read_settings
 from checkpoints.reader import CheckpointReader, ShardedReader, open_indexed, open_shards, read_index
 from checkpoints.safetensors_reader import SafetensorsReader
-from checkpoints.tensor_info import TensorInfo
+from checkpoints.tensor_info import TensorInfo, whole_index
 from checkpoints.torch_reader import TorchReader
 
 logger = logging.getLogger(__name__)
@@ -31,6 +34,11 @@ _LOOKED_FOR: Mapping[str, str] = {
     "and pytorch_model.bin.index.json",
     "safetensors": "model.safetensors, model.safetensors.index.json and *.safetensors",
     "pt": "pytorch_model.bin, pytorch_model.bin.index.json and pytorch_model*.bin",
+}
+_OPEN_FILE: Mapping[str, Callable[[Path], CheckpointReader]] = {
+    ".safetensors": SafetensorsReader,
+    ".bin": TorchReader,
+    ".gguf": open_gguf,
 }
 _EMBEDDING_OR_HEAD = re.compile(r"(.*\.)?(embed_tokens|wte|embed_in|word_embeddings|lm_head|embed_out)\.weight")
 _OF_ADAPTER = re.compile(r"base_model\..*|.*\.lora_.*|prompt_embeddings")
@@ -59,7 +67,7 @@ class _Opened(NamedTuple):
 
 
 def open_checkpoint(path: str | Path, listings: Listings | None = None, load_format: str = "auto") -> CheckpointReader:
-    """Open a checkpoint directory, or a single `.safetensors` or `.bin` file.
+    """Open a checkpoint directory, or a single `.safetensors`, `.bin` or `.gguf` file.
 
     A directory may have several: `model.safetensors`, `model.safetensors.index.json`, an Orbax checkpoint (the
     directory itself or its folder `orbax`), other `*.safetensors` files without an index (Mistral's `consolidated*`
@@ -79,15 +87,15 @@ def open_checkpoint(path: str | Path, listings: Listings | None = None, load_for
     """
     path = Path(path)
     if path.is_file():
-        if path.suffix not in (".safetensors", ".bin"):
-            raise CheckpointError(f"{path}: expected a directory, a .safetensors or a .bin file")
-        return SafetensorsReader(path) if path.suffix == ".safetensors" else TorchReader(path)
+        if path.suffix not in _OPEN_FILE:
+            raise CheckpointError(f"{path}: expected a directory, a .safetensors, a .bin or a .gguf file")
+        return _OPEN_FILE[path.suffix](path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory")
     found = list(_candidates(path, listings, load_format))
     settings = read_settings(path)
     if settings is not None:
-        decoded = partial(_open_quantized, format_for(settings))
+        decoded = partial(_open_quantized, format_for(settings), listings)
         found = [candidate._replace(open=partial(decoded, candidate.open)) for candidate in found]
     if not found:
         raise CheckpointError(f"{path}: no weights found; looked for {_LOOKED_FOR[load_format]}")
@@ -100,8 +108,21 @@ def open_checkpoint(path: str | Path, listings: Listings | None = None, load_for
     return reader
 
 
-def _open_quantized(format: Format, open_stored: Callable[[], CheckpointReader]) -> CheckpointReader:
-    return QuantizedReader(open_stored(), format)
+def _open_quantized(
+    format: Format, listings: Listings | None, open_stored: Callable[[], CheckpointReader]
+) -> CheckpointReader:
+    """Open a quantized checkpoint without the biases of zeros that some tools add to every layer."""
+    reader = QuantizedReader(open_stored(), format)
+    biases = [name.removesuffix("weight") + "bias" for name in reader.quantized]
+    added = [name for name in biases if name in reader.tensors]
+    if listings is not None and added:
+        known = {name for form in listings() for name in form}
+        reader.leave_out([name for name in added if name not in known and _is_zero(reader, name)])
+    return reader
+
+
+def _is_zero(reader: CheckpointReader, name: str) -> bool:
+    return not reader.read(name, whole_index(reader.tensors[name].shape)).astype(np.float32).any()
 
 
 def has_model(directory: Path) -> bool:

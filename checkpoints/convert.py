@@ -38,6 +38,7 @@ def convert(
     format: str,
     dtype: str | None = None,
     listings: Listings | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a checkpoint in another format, with its configuration and tokenizer files.
 
@@ -47,12 +48,13 @@ def convert(
     for Orbax, which copies what it saves.
 
     Args:
-        source: directory of the checkpoint, in any format that `open_checkpoint` reads.
+        source: directory or file of the checkpoint, in any format that `open_checkpoint` reads.
         destination: a directory that does not exist or is empty.
         format: `orbax` or `safetensors`.
         dtype: `float32`, `float16` or `bfloat16` for all floating-point tensors; None keeps what is stored, which a
             quantized source does not allow.
         listings: forms in which the source may have the model's tensors, as for `open_checkpoint`.
+        files: contents of the configuration and tokenizer files by name; None copies those of the source's directory.
 
     Raises:
         CheckpointError: unknown format or dtype, a destination that is not empty or cannot be written, a source that
@@ -75,7 +77,7 @@ def convert(
             )
         try:
             with _scratch_folder(destination) as scratch:
-                _copy_files(source, scratch, dtype)
+                _write_files(source, _files_of(source) if files is None else files, scratch, dtype)
                 _write(reader, scratch, format, None if dtype is None else DTYPES[dtype])
                 scratch.rename(destination)
         except OSError as error:
@@ -132,24 +134,27 @@ def _new_dtype(stored: np.dtype, wanted: np.dtype | None) -> np.dtype:
     return wanted if wanted is not None and stored in SOURCE_DTYPES else stored
 
 
-def _copy_files(source: Path, folder: Path, dtype: str | None) -> None:
+def _files_of(source: Path) -> dict[str, bytes]:
+    """Return the contents of the configuration and tokenizer files in a directory."""
     if not source.is_dir():
-        return
-    files = {file.name: file for pattern in _COPIED_PATTERNS for file in source.glob(pattern)}
-    for name, file in files.items():
-        # An adapter's tensors are not converted, and its configuration alone would point at another model.
-        if not file.is_file() or name.endswith((".safetensors.index.json", ".bin.index.json", "adapter_config.json")):
-            continue
+        return {}
+    found = {file.name: file for pattern in _COPIED_PATTERNS for file in source.glob(pattern)}
+    # An adapter's tensors are not converted, and its configuration alone would point at another model.
+    left = (".safetensors.index.json", ".bin.index.json", "adapter_config.json")
+    return {name: file.read_bytes() for name, file in found.items() if file.is_file() and not name.endswith(left)}
+
+
+def _write_files(source: Path, files: Mapping[str, bytes], folder: Path, dtype: str | None) -> None:
+    for name, content in files.items():
         if name == "config.json" and dtype is not None:
-            (folder / name).write_text(_with_dtype(file, dtype), encoding="utf-8")
-        else:
-            shutil.copyfile(file, folder / name)
+            content = _with_dtype(source / name, content, dtype).encode()
+        (folder / name).write_bytes(content)
 
 
-def _with_dtype(file: Path, dtype: str) -> str:
+def _with_dtype(file: Path, content: bytes, dtype: str) -> str:
     """Return the text of a config.json with `dtype` set, or `torch_dtype` where the file has it, and unquantized."""
     try:
-        config: Any = json.loads(file.read_bytes())
+        config: Any = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(config, dict):

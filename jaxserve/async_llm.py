@@ -41,7 +41,7 @@ class AsyncLLM:
     A separate thread steps the model; prompts are tokenized on other threads. Several event loops may share one engine.
 
     Args:
-        model: Directory, hub id, or ``demo`` for the model included in the package.
+        model: Directory, ``.gguf`` file, hub id, or ``demo`` for the model included in the package.
         **arguments: Arguments of ``LLM``; ``disable_log_stats`` defaults to False, as in vLLM: outputs have
             ``metrics``, and statistics are logged every ten seconds.
 

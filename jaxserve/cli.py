@@ -122,7 +122,7 @@ def _add_generate(commands: Any) -> None:
 def _add_convert(commands: Any) -> None:
     help_ = "convert a checkpoint to another format"
     parser = commands.add_parser("convert", help=help_, description=help_, allow_abbrev=False)
-    parser.add_argument("source", help="model directory, hub id, or demo")
+    parser.add_argument("source", help="model directory, .gguf file, hub id, or demo")
     parser.add_argument("destination", help="directory to write; must be empty or not exist")
     parser.add_argument("--format", required=True, choices=("orbax", "safetensors"), help="format to write")
     parser.add_argument(
@@ -232,11 +232,16 @@ def _as_json(output: RequestOutput) -> str:
 
 
 def _convert(options: argparse.Namespace) -> None:
-    from checkpoints import convert
-    from jaxserve.models.loading import find_model_directory, known_listings
+    from checkpoints import convert, is_gguf
+    from jaxserve.models.loading import find_model_directory, known_listings, read_model_fields
+    from jaxserve.text.gguf_tokenizer import gguf_tokenizer_files
 
     source = find_model_directory(options.source)
-    convert(source, options.destination, options.format, options.dtype, known_listings(source))
+    files = None
+    if is_gguf(source):
+        config = json.dumps(read_model_fields(source)[0], indent=2).encode()
+        files = {"config.json": config, **gguf_tokenizer_files(source)}
+    convert(source, options.destination, options.format, options.dtype, known_listings(source), files)
 
 
 def _evaluate(options: argparse.Namespace) -> None:

@@ -18,12 +18,12 @@ class EngineConfig:
     """Settings of an engine. ``None`` means: chosen for the model and the device, and logged at start-up.
 
     Attributes:
-        model: Directory, hub id, or ``demo`` for the model included in the package.
+        model: Directory, ``.gguf`` file, hub id, or ``demo`` for the model included in the package.
         runner: ``generate`` or ``pooling``: embeddings alone, without the weights of the output head, and requests for
             completions are refused. ``auto`` does both, or ``pooling`` for a checkpoint without a head.
         convert: ``embed`` means ``runner="pooling"``, the only one of vLLM's conversions here; ``auto`` and ``none``
             change nothing.
-        tokenizer: Directory or hub id of the tokenizer; None uses the model's.
+        tokenizer: Directory, ``.gguf`` file or hub id of the tokenizer; None uses the model's.
         tokenizer_mode: ``auto`` reads tokenizer.json, or tokenizer.model with the sentencepiece library; ``hf`` always
             uses transformers, ``slow`` sentencepiece if there is a tokenizer.model, else transformers. All add the BOS
             and EOS that ``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json ask for, which transformers 5

@@ -37,7 +37,7 @@ class LLM:
     a progress bar that raises ends the call in progress and its requests, and the next call is as if nothing had been.
 
     Args:
-        model: Directory, hub id, or ``demo`` for the model included in the package.
+        model: Directory, ``.gguf`` file, hub id, or ``demo`` for the model included in the package.
         **arguments: Settings with vLLM's names; see ``EngineConfig``.
 
     Raises:

@@ -45,6 +45,10 @@ class QuantizedReader:
             name: TensorInfo(tensor.shape, _FLOAT32, tensor.is_column_major) for name, tensor in self._quantized.items()
         }
 
+    def leave_out(self, names: Collection[str]) -> None:
+        """Show these tensors no longer."""
+        self.tensors = {name: info for name, info in self.tensors.items() if name not in names}
+
     @property
     def quantized(self) -> Mapping[str, QuantizedTensor]:
         """The tensors that are stored quantized."""

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from checkpoints import resolve_model
+from checkpoints import is_gguf, resolve_model
 from jaxserve.config import EngineConfig
 from jaxserve.device.build import EnginePlan
 from jaxserve.errors import ConfigError, RequestError
@@ -12,6 +12,7 @@ from jaxserve.models.hf_config import ConfigFields
 from jaxserve.parsers import chosen_reasoning, reasoning_parser
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.reasoning import ReasoningMarkers
+from jaxserve.text.gguf_tokenizer import has_tokenizer
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.text.tokenizer_files import read_json
 
@@ -55,15 +56,19 @@ def writable_markers(markers: ReasoningMarkers | None, vocab_size: int) -> Reaso
 def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
     """Load the configured tokenizer or else the model's; return None if the model's directory has none."""
     if config.tokenizer is not None:
+        if is_gguf(directory):
+            logger.info("%s: the tokenizer is that of %s, not that of the file", directory, config.tokenizer)
         return load_tokenizer(
             resolve_model(
                 config.tokenizer, config.tokenizer_revision, config.download_dir, config.hf_token, load_format="dummy"
             ),
             config.tokenizer_mode,
         )
-    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        return None
-    return load_tokenizer(directory, config.tokenizer_mode)
+    if is_gguf(directory):
+        has_one = has_tokenizer(directory)
+    else:
+        has_one = any((directory / name).exists() for name in _TOKENIZER_FILES)
+    return load_tokenizer(directory, config.tokenizer_mode) if has_one else None
 
 
 def eos_token_ids(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -126,7 +131,7 @@ def generation_defaults(config: EngineConfig, directory: Path) -> dict[str, Any]
 
 def _defaults_directory(config: EngineConfig, directory: Path) -> Path:
     if config.generation_config in ("auto", "vllm"):
-        return directory
+        return directory.parent if is_gguf(directory) else directory
     chosen = Path(config.generation_config)
     if not (chosen / "generation_config.json").exists():
         raise ConfigError(

@@ -49,7 +49,7 @@ def compare(
     Each is planned from ``config.json`` alone, for devices that need not exist.
 
     Args:
-        model: Directory with a ``config.json``, hub id, or ``demo``.
+        model: Directory with a ``config.json``, ``.gguf`` file, hub id, or ``demo``.
         devices: Number of devices.
         layouts: Layouts to compare, by name or as ``ShardingLayout``; None: all of the registry.
         meshes: Meshes to compare; None: all with as many devices.
@@ -125,7 +125,7 @@ def _context(config: EngineConfig, context: int | None, run: bool) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument("model", help="directory with a config.json, hub id, or demo")
+    parser.add_argument("model", help="directory with a config.json, .gguf file, hub id, or demo")
     parser.add_argument("--devices", type=int, required=True, metavar="N", help="number of devices")
     parser.add_argument("--layouts", nargs="+", metavar="NAME", help="layouts to compare (default: all)")
     parser.add_argument("--meshes", nargs="+", metavar="MESH", help="meshes to compare (default: all with N devices)")

@@ -44,7 +44,7 @@ def plan(
     """Plan a model on a mesh in a layout, from its config.json, without weights and without the devices.
 
     Args:
-        model: Directory with a ``config.json``, hub id, or ``demo``.
+        model: Directory with a ``config.json``, ``.gguf`` file, hub id, or ``demo``.
         mesh: Devices along each mesh axis: ``data=2,tensor=4`` or ``{"data": 2, "tensor": 4}``.
         layout: As in ``EngineConfig``.
         device: Name in ``DEVICES``, a ``Device``, or the file of a calibration.

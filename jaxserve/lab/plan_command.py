@@ -38,7 +38,7 @@ SETTINGS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument("model", nargs="?", help="directory with a config.json, hub id, or demo")
+    parser.add_argument("model", nargs="?", help="directory with a config.json, .gguf file, hub id, or demo")
     parser.add_argument(
         "--device",
         help=f"{', '.join(DEVICES)}, or the file of a calibration (default: what --calibrate measures, or h100)",

@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from checkpoints import TensorInfo, save_safetensors
+from checkpoints import TensorInfo, is_gguf, save_safetensors
 from jaxserve.errors import ConfigError
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import abstract_model
-from jaxserve.models.hf_config import read_config_json
-from jaxserve.models.loading import read_model_config
+from jaxserve.models.loading import read_model_config, read_model_fields
 
 MOST_BYTES = 1 << 30
 """Largest checkpoint that is made, in float32."""
@@ -21,7 +20,9 @@ _VECTOR_SCALE = 0.5
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a model's directory has weights in any format, damaged or not."""
+    """Return whether a model's directory has weights in any format, damaged or not; a GGUF file has."""
+    if is_gguf(directory):
+        return True
     patterns = ("*.safetensors", "*.bin", "*.index.json", "orbax", "manifest.ocdbt")
     return any(next(directory.glob(pattern), None) is not None for pattern in patterns)
 
@@ -56,7 +57,7 @@ def write_random_checkpoint(
     arrays = {name: _random(generator, shape) for name, shape in shapes.items()}
     target.mkdir(parents=True, exist_ok=True)
     config = {
-        **read_config_json(source / "config.json"),
+        **read_model_fields(source)[0],
         **(overrides or {}),
         "dtype": "float32",
         "torch_dtype": "float32",

@@ -116,7 +116,7 @@ def _stages(split: MeshModel, parts: ModelParts) -> tuple[ShownStage, ...]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
-    parser.add_argument("model", help="model directory, hub id, or demo; its weights are not read")
+    parser.add_argument("model", help="model directory, .gguf file, hub id, or demo; its weights are not read")
     parser.add_argument("--device", default="h100", help="kind of device, as in jaxserve plan (default: %(default)s)")
     parser.add_argument("--num-seqs", type=int, default=1, help="sequences of the decode step (default: %(default)s)")
     parser.add_argument(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
-from checkpoints import CheckpointError
+from checkpoints import CheckpointError, is_gguf
 from checkpoints.quantized.registry import format_for, method_of
 from checkpoints.quantized.settings import read_settings, settings_of
 from jaxserve.errors import ConfigError, UnsupportedModelError
@@ -199,10 +199,10 @@ def check_quantization(fields: ConfigFields) -> None:
 
 
 def check_quantized_with(method: str, directory: Path) -> None:
-    """Raise ConfigError unless the weights of a directory are quantized with a method, in vLLM's names."""
+    """Raise ConfigError unless the weights of a model are quantized with a method, in vLLM's names."""
     try:
-        settings = read_settings(directory)
-        stored = None if settings is None else method_of(settings)
+        settings = None if is_gguf(directory) else read_settings(directory)
+        stored = "gguf" if is_gguf(directory) else None if settings is None else method_of(settings)
     except CheckpointError as error:
         raise UnsupportedModelError(str(error)) from error
     if stored is None:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from checkpoints import (
     Listings,
     Stored,
     check_recipes,
+    is_gguf,
     load_arrays,
     open_checkpoint,
     progress_bar,
@@ -29,6 +30,7 @@ from jaxserve.layers.parallel import DtypePolicy, Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.dummy_weights import DummyReader
+from jaxserve.models.gguf_config import config_of_gguf
 from jaxserve.models.hf_config import check_quantized_with, read_config_json
 from jaxserve.models.output_head import choose_head, model_listings
 from jaxserve.models.registry import config_from_hf
@@ -40,7 +42,7 @@ def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
     """Load a model on one device, for a notebook: ``load_model(directory)(tokens)`` returns logits.
 
     Args:
-        model: Hugging Face directory, hub id, or "demo" for the bundled demo model.
+        model: Hugging Face directory, GGUF file, hub id, or "demo" for the bundled demo model.
         dtype: As in ``EngineConfig``.
 
     Raises:
@@ -64,7 +66,7 @@ def find_model_directory(
     token: str | None = None,
     load_format: str = "auto",
 ) -> Path:
-    """Return the directory of a model: a local one, a download of a hub id, or that of the bundled model ``demo``.
+    """Return the directory of a model, or its GGUF file: a local one, a download of a hub id, or the bundled ``demo``.
 
     Arguments and errors are those of ``checkpoints.resolve_model``.
     """
@@ -74,20 +76,40 @@ def find_model_directory(
 def read_model_config(
     directory: Path, overrides: Mapping[str, object] | None = None, quantization: str | None = None
 ) -> ModelConfig:
-    """Return the model that a directory's ``config.json`` describes.
+    """Return the model that a directory's ``config.json`` or a GGUF file describes.
 
     Args:
-        directory: The model's directory.
-        overrides: Values that replace those of the file.
+        directory: The model's directory or file.
+        overrides: Values that replace those of the description.
         quantization: Method that its weights must be quantized with; None: any.
 
     Raises:
-        ConfigError: No readable config.json, the model is not supported, or its weights are not quantized so.
+        ConfigError: No readable configuration, the model is not supported, or its weights are not quantized so.
     """
-    path = directory / "config.json"
     if quantization not in (None, "None"):  # on a command line
         check_quantized_with(quantization, directory)
-    return config_from_hf({**read_config_json(path), **(overrides or {})}, str(path))
+    fields, source = read_model_fields(directory)
+    return config_from_hf({**fields, **(overrides or {})}, str(source))
+
+
+def read_model_fields(directory: Path) -> tuple[dict[str, Any], Path]:
+    """Return the object in a model's ``config.json``, and its file.
+
+    A GGUF file has the same in its metadata; a ``config.json`` beside it that names an architecture takes precedence.
+
+    Raises:
+        ConfigError: There is none, or it cannot be read.
+    """
+    if not is_gguf(directory):
+        path = directory / "config.json"
+        return read_config_json(path), path
+    beside = directory.with_name("config.json")
+    if beside.is_file():
+        fields = read_config_json(beside)
+        if fields.get("architectures"):
+            logger.info("%s: the model is as %s describes it, not as the metadata of the file do", directory, beside)
+            return fields, beside
+    return config_of_gguf(directory), directory
 
 
 def known_listings(directory: Path) -> Listings | None:

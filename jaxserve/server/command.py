@@ -29,7 +29,7 @@ _JSON_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, a flag for each setting of the server, and those of the engine."""
-    help_ = "directory, hub id, or demo for the model that comes with the package (default: demo)"
+    help_ = "directory, .gguf file, hub id, or demo for the model that comes with the package (default: demo)"
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help=help_)
     parser.add_argument("--config", metavar="FILE", help="YAML file with flags, without their dashes; flags given win")
     group = parser.add_argument_group("server")

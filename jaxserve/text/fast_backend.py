@@ -69,6 +69,10 @@ class FastBackend:
         """Return a token as spelled in the vocabulary; None if the id is not in it."""
         return self._tokenizer.id_to_token(token_id)
 
+    def copy(self) -> tokenizers.Tokenizer:
+        """Return a copy of the library's tokenizer."""
+        return tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+
     def make_pieces(self, skip_special_tokens: bool) -> TokenPieces:
         """Create a table of pieces."""
         special = self._special_tokens() if skip_special_tokens else frozenset[str]()

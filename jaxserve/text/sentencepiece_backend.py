@@ -26,19 +26,19 @@ class SentencePieceBackend:
     """Encodes and decodes with a `SentencePieceProcessor`.
 
     Args:
-      path: Path of the `tokenizer.model`.
+      model: Contents of a `tokenizer.model`.
       settings: Added tokens, and whether to add BOS and EOS.
+      where: The model's file, for messages.
 
     Raises:
-      ConfigError: The file is not a sentencepiece model.
+      ConfigError: It is not a sentencepiece model.
     """
 
-    def __init__(self, path: Path, settings: TokenizerSettings) -> None:
-        model = _read(path)
+    def __init__(self, model: bytes, settings: TokenizerSettings, where: str) -> None:
         # The library has no type annotations.
-        self._processor: Any = _load(path, model)
+        self._processor: Any = _load(where, model)
         self._settings = settings
-        self._continuing: Any = self._processor if settings.has_prefix_per_part else _load(path, model + _NO_PREFIX)
+        self._continuing: Any = self._processor if settings.has_prefix_per_part else _load(where, model + _NO_PREFIX)
         self._tokens = _special_tokens(self._processor, settings)
         self._ids = {token.content: token_id for token_id, token in self._tokens.items()}
         self._pattern = _pattern(self._tokens.values())
@@ -124,7 +124,12 @@ class SentencePieceBackend:
         return piece.replace("▁", " ").encode(), False
 
 
-def _read(path: Path) -> bytes:
+def read_sentencepiece(path: Path) -> bytes:
+    """Return the contents of a `tokenizer.model`.
+
+    Raises:
+      ConfigError: It cannot be read, or is in another format.
+    """
     try:
         model = path.read_bytes()
     except OSError as error:
@@ -137,11 +142,11 @@ def _read(path: Path) -> bytes:
     return model
 
 
-def _load(path: Path, model: bytes) -> Any:
+def _load(where: str, model: bytes) -> Any:
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except RuntimeError as error:
-        raise ConfigError(f"{path} is not a sentencepiece model: {error}") from error
+        raise ConfigError(f"{where} is not a sentencepiece model: {error}") from error
 
 
 def _special_tokens(processor: Any, settings: TokenizerSettings) -> dict[int, AddedToken]:

@@ -10,12 +10,14 @@ from typing import Any
 
 import tokenizers
 
+from checkpoints import is_gguf
 from jaxserve.chat_messages import check_messages
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.text.chat import choose_template, quiet_transformers, render_chat
 from jaxserve.text.fast_backend import FastBackend
 from jaxserve.text.flagged_tokens import add_flagged_tokens
-from jaxserve.text.sentencepiece_backend import SentencePieceBackend
+from jaxserve.text.gguf_tokenizer import read_gguf_tokenizer
+from jaxserve.text.sentencepiece_backend import SentencePieceBackend, read_sentencepiece
 from jaxserve.text.token_pieces import TokenPieces
 from jaxserve.text.tokenizer_files import SPECIAL_NAMES, TokenizerSettings, read_settings
 
@@ -74,6 +76,8 @@ class Tokenizer:
         """
         if self._given_hf is not None or isinstance(self._backend, SentencePieceBackend):
             return self._given_hf
+        if is_gguf(self._directory):
+            return _as_transformers(self._backend, self.special_tokens)
         hf = _load_with_transformers(self._directory)
         add_flagged_tokens(hf.backend_tokenizer, self._settings.config, self.special_tokens)
         return hf
@@ -222,7 +226,7 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
 
     Args:
       directory: Directory with tokenizer.json, a sentencepiece tokenizer.model, or files that transformers can load
-        (vocab.json and merges.txt).
+        (vocab.json and merges.txt); or a GGUF file.
       tokenizer_mode: "auto" tries them in that order; "hf" always uses transformers, which takes about 1 s longer;
         "slow" uses tokenizer.model if there is one, else transformers.
 
@@ -232,6 +236,12 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
     if tokenizer_mode not in MODES:
         raise ConfigError(f"tokenizer_mode must be one of {MODES}, got {tokenizer_mode!r}")
     path = Path(directory)
+    if is_gguf(path):
+        if tokenizer_mode == "hf":
+            raise ConfigError(
+                f"tokenizer_mode='hf' cannot read the tokenizer of {path}; use 'auto', or pass --tokenizer"
+            )
+        return Tokenizer(path, *read_gguf_tokenizer(path))
     if not path.is_dir():
         raise ConfigError(f"no tokenizer: {path} is not a directory")
     settings = read_settings(path)
@@ -241,7 +251,8 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
             add_flagged_tokens(fast, settings.config, settings.special_tokens)
             return Tokenizer(path, FastBackend(fast), settings)
     elif tokenizer_mode != "hf" and (path / "tokenizer.model").is_file():
-        return Tokenizer(path, SentencePieceBackend(path / "tokenizer.model", settings), settings)
+        model = path / "tokenizer.model"
+        return Tokenizer(path, SentencePieceBackend(read_sentencepiece(model), settings, str(model)), settings)
     elif not any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer_config.json")):
         message = f"{path} has no tokenizer: tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
         raise ConfigError(message)
@@ -286,3 +297,10 @@ def _load_with_transformers(directory: Path) -> Any:
     if not getattr(hf, "is_fast", False):
         raise ConfigError(f"{directory}: {type(hf).__name__} has no fast implementation; add a tokenizer.json")
     return hf
+
+
+def _as_transformers(backend: FastBackend, special_tokens: Mapping[str, str]) -> Any:
+    quiet_transformers()
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=backend.copy(), **special_tokens)

@@ -53,7 +53,21 @@ REPOSITORIES: dict[str, dict[str, dict[str, bytes]]] = {
         },
         TAGGED: {**CONFIG, "weights.safetensors": safetensors("model.embed_tokens.weight"), "pytorch_model.bin": b"x"},
     },
-    "someone/empty": {MAIN: {"config.json": b"{}", "model.gguf": b"GGUF"}},
+    "someone/empty": {MAIN: {"config.json": b"{}", "model.onnx": b"onnx"}},
+    "someone/model-GGUF": {
+        MAIN: {
+            "config.json": b"{}",
+            "Model-Q4_K_M.gguf": b"GGUF q4",
+            "Model-Q4_K_S.gguf": b"GGUF q4s",
+            "model-q8_0.gguf": b"GGUF q8",
+            "mmproj-Model-Q8_0.gguf": b"GGUF eyes",
+            "BF16/Model-BF16-00001-of-00002.gguf": b"GGUF first",
+            "BF16/Model-BF16-00002-of-00002.gguf": b"GGUF second",
+            "Model-UD-IQ2_M.gguf": b"GGUF iq2",
+            "Model-IQ2_M.gguf": b"GGUF other iq2",
+            "modeling_x.py": b"import os",
+        }
+    },
 }
 REVISIONS = {"main": MAIN, "v1": TAGGED, MAIN: MAIN, TAGGED: TAGGED}
 
@@ -225,14 +239,60 @@ def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="is a directory, so revision='main' does not apply"):
         resolve_model("models", revision="main")
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="is a file; expected a model directory or a hub id"):
+    with pytest.raises(CheckpointError, match="is a file; expected a model directory, a .gguf file or a hub id"):
         resolve_model("file")
+
+
+def test_gguf_files(tmp_path: Path) -> None:
+    file = tmp_path / "model-q8_0.gguf"
+    file.touch()
+    assert resolve_model(str(tmp_path)) == resolve_model(str(file)) == file
+    with pytest.raises(CheckpointError, match="load_format='safetensors' reads no GGUF files"):
+        resolve_model(str(file), load_format="safetensors")
+    with pytest.raises(CheckpointError, match="is a file, so revision='main' does not apply"):
+        resolve_model(str(file), revision="main")
+    (tmp_path / "mmproj-model-f16.gguf").touch()
+    assert resolve_model(str(tmp_path)) == file
+    (tmp_path / "config.json").touch()
+    assert resolve_model(str(tmp_path)) == file
+    assert resolve_model(str(tmp_path), load_format="dummy") == tmp_path
+    (tmp_path / "model-q4_0-00001-of-00002.gguf").touch()
+    with pytest.raises(
+        CheckpointError, match="2 GGUF files: pass one of them: model-q4_0-00001-of-00002.gguf, model-q8"
+    ):
+        resolve_model(str(tmp_path))
+    with pytest.raises(CheckpointError, match="parts of the file are missing: model-q4_0-00002-of-00002.gguf"):
+        resolve_model(str(tmp_path / "model-q4_0-00001-of-00002.gguf"))
+    (tmp_path / "model.safetensors").touch()
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_gguf_files_of_repositories(hub: str, tmp_path: Path) -> None:
+    def get(tag: str) -> Path:
+        return resolve_model(f"someone/model-GGUF:{tag}", download_dir=str(tmp_path / tag))
+
+    file = get("Q4_K_M")
+    assert file.read_bytes() == b"GGUF q4" and names(file.parent) == {"config.json", "Model-Q4_K_M.gguf"}
+    assert get("Q8_0").read_bytes() == get("q8_0").read_bytes() == b"GGUF q8"
+    first = get("BF16")
+    assert first.read_bytes() == b"GGUF first"
+    assert names(first.parent) == {"Model-BF16-00001-of-00002.gguf", "Model-BF16-00002-of-00002.gguf"}
+    assert get("UD-IQ2_M").read_bytes() == b"GGUF iq2"
+    with pytest.raises(CheckpointError, match="several GGUF files have the tag IQ2_M: Model-IQ2_M.gguf, Model-UD-IQ2"):
+        get("IQ2_M")
+    assert get("Model-IQ2_M").read_bytes() == b"GGUF other iq2"
+    with pytest.raises(CheckpointError, match="no GGUF file with the tag Q5_K; it has BF16/Model-BF16-00001-of-00002"):
+        get("Q5_K")
+    with pytest.raises(CheckpointError, match="has GGUF files: pass the tag of one, as in someone/model-GGUF:Q4_K_M"):
+        resolve_model("someone/model-GGUF", download_dir=str(tmp_path / "none"))
+    with pytest.raises(CheckpointError, match="'no/such' is neither an existing directory nor a hub repository"):
+        resolve_model("no/such:Q8_0", download_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["/no/such/dir", "./model", "a/b/c", "", "a b", "../x", "https://x.y/z", "a//b"])
 def test_what_is_neither_directory_nor_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="neither an existing directory nor a hub id such as 'Qwen/Qwen3-0.6B'"):
+    with pytest.raises(CheckpointError, match="neither an existing directory or GGUF file nor a hub id such as"):
         resolve_model(name)
 
 

@@ -132,9 +132,11 @@ def test_single_files(tmp_path: Path) -> None:
     save_file({"c": C}, tmp_path / "any.safetensors")
     with open_checkpoint(tmp_path / "any.safetensors") as reader:
         assert list(reader.tensors) == ["c"]
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"x\.gguf: expected a directory, a \.safetensors or a \.bin file"):
-        open_checkpoint(tmp_path / "x.gguf")
+    (tmp_path / "x.onnx").write_bytes(b"ONNX")
+    with pytest.raises(
+        CheckpointError, match=r"x\.onnx: expected a directory, a \.safetensors, a \.bin or a \.gguf file"
+    ):
+        open_checkpoint(tmp_path / "x.onnx")
     (tmp_path / "x.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"x\.bin: not a torch checkpoint"):
         open_checkpoint(tmp_path / "x.bin")

@@ -130,6 +130,23 @@ def test_an_engine_generates_what_the_float_model_does(settings: dict[str, int],
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize("value", [0, 1])
+def test_biases_of_zeros_that_the_model_has_not(value: int, tmp_path: Path) -> None:
+    """AutoGPTQ gives every layer a bias; a model without biases may have one only if it adds nothing."""
+
+    def add_bias(tensors: Tensors) -> None:
+        tensors["model.layers.1.mlp.down_proj.bias"] = np.full(64, value, np.float16)
+
+    _, quantized = write(tmp_path, DENSE, CASES["gptq 4 bits"], add_bias)
+    if not value:
+        model = make_program(read_model_config(quantized)).abstract_model
+        check_weights(quantized, model)
+        load_weights(quantized, model)
+        return
+    with pytest.raises(CheckpointError, match="1 unexpected\n  unexpected: model.layers.1.mlp.down_proj.bias"):
+        loaded(quantized, 1)
+
+
 @pytest.mark.parametrize(
     ("stored", "wanted", "message"),
     [
@@ -240,3 +257,16 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
         expected, found = loaded(plain, tensor), loaded(quantized, tensor)
         for name, array in expected.items():
             np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_experts_that_mlx_stores_in_one_tensor(tmp_path: Path) -> None:
+    def stack(tensors: Tensors) -> None:
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            for suffix in ("weight", "scales", "biases"):
+                names = [f"model.layers.0.mlp.experts.{index}.{part}.{suffix}" for index in range(4)]
+                tensors[f"model.layers.0.mlp.switch_mlp.{part}.{suffix}"] = np.stack([tensors.pop(n) for n in names])
+
+    plain, quantized = write(tmp_path, EXPERTS, CASES["mlx 4 bits"], stack)
+    expected, found = loaded(plain, 2), loaded(quantized, 2)
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)

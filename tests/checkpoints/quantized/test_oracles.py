@@ -48,36 +48,40 @@ def test_eight_bits_of_bitsandbytes(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, expected, rtol=3e-7)  # the tool multiplies with a rounded 1 / 127
 
 
+def module(name: str) -> Any:
+    """A module of compressed-tensors."""
+    return pytest.importorskip(f"compressed_tensors.{name}", reason="needs compressed-tensors")
+
+
+def section_of(args: Any) -> dict[str, Any]:
+    """The section of a config.json for one group of modules with these arguments."""
+    groups = {"group_0": {"weights": args.model_dump(mode="json")}}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
 @pytest.mark.parametrize("is_symmetric", [True, False])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_packed_integers_of_compressed_tensors(bits: int, is_symmetric: bool, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    args = QuantizationArgs(num_bits=bits, type="int", symmetric=is_symmetric, strategy="group", group_size=32)
+    quantization = module("quantization")
+    settings = {"num_bits": bits, "type": "int", "symmetric": is_symmetric, "strategy": "group", "group_size": 32}
+    args = quantization.QuantizationArgs(**settings)
     groups = weight().reshape(SHAPE[0], -1, 32)
-    scales, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    scales, zeros = module("quantization.utils").calculate_qparams(groups.amin(-1), groups.amax(-1), args)
     state = {"weight": weight(), "weight_scale": scales} | ({} if is_symmetric else {"weight_zero_point": zeros})
-    scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    stored = BaseCompressor.load_from_registry("pack-quantized").compress(state, scheme)
-    section = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": args.model_dump(mode="json")}}}
-    found = read(tmp_path, {f"m.{name}": part for name, part in stored.items()}, section)
-    np.testing.assert_array_equal(found, fake_quantize(weight(), scales, zeros, args).numpy())
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
+    stored = module("compressors").BaseCompressor.load_from_registry("pack-quantized").compress(state, scheme)
+    found = read(tmp_path, {f"m.{name}": part for name, part in stored.items()}, section_of(args))
+    expected = module("quantization.lifecycle.forward").fake_quantize(weight(), scales, zeros, args)
+    np.testing.assert_array_equal(found, expected.numpy())
 
 
 def test_mxfp4_of_compressed_tensors(tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors", reason="needs compressed-tensors")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
-    args = QuantizationArgs(num_bits=4, type="float", symmetric=True, strategy="group", group_size=32)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    quantization = module("quantization")
+    settings = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+    args = quantization.QuantizationArgs(**settings)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
     scales = 2 ** torch.floor(torch.log2(weight().reshape(SHAPE[0], -1, 32).abs().amax(-1) / 4))
-    compressor = BaseCompressor.load_from_registry("mxfp4-pack-quantized")
+    compressor = module("compressors").BaseCompressor.load_from_registry("mxfp4-pack-quantized")
     stored = compressor.compress({"weight": weight(), "weight_scale": scales}, scheme)
-    section = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": args.model_dump(mode="json")}}}
-    found = read(tmp_path, {f"m.{name}": part for name, part in stored.items()}, section)
+    found = read(tmp_path, {f"m.{name}": part for name, part in stored.items()}, section_of(args))
     np.testing.assert_array_equal(found, compressor.decompress(dict(stored), scheme)["weight"].float().numpy())

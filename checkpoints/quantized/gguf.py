@@ -1,0 +1,141 @@
+"""GGUF, llama.cpp's files: blocks of 32 to 256 weights of a row with scales of their own (``gguf_blocks``).
+
+A file is opened in three steps: its tensors of bytes (``gguf_file``), with Hugging Face's names and order of rows
+(``gguf_names``), and decoded.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from checkpoints.quantized.format import Box, QuantizedTensor, group_indices
+from checkpoints.quantized.gguf_blocks import UNPACK
+from checkpoints.quantized.gguf_file import GgufFiles
+from checkpoints.quantized.gguf_names import Source, sources
+from checkpoints.quantized.gguf_types import GgufType
+from checkpoints.quantized.planes import Planes
+from checkpoints.quantized.reader import QuantizedReader
+from checkpoints.reader import CheckpointReader
+from checkpoints.tensor_info import Index, TensorInfo, index_bounds
+
+
+def open_gguf(path: Path) -> CheckpointReader:
+    """Open a GGUF file, or the first part of a split one, as the float tensors that it stands for.
+
+    Raises:
+        CheckpointError: The file is damaged, or of an architecture or type that is not supported.
+    """
+    files = GgufFiles(path)
+    try:
+        named = RenamedReader(files, sources(files.metadata, files.tensors))
+        types = {name: files.stored[source.stored].type for name, source in named.sources.items()}
+        blocks = {name: kind for name, kind in types.items() if kind.dtype is None}
+    except BaseException:
+        files.close()
+        raise
+    return QuantizedReader(named, Gguf(blocks)) if blocks else named
+
+
+class RenamedReader:
+    """Shows the tensors of a file with Hugging Face's names and shapes, and rows in their order.
+
+    Args:
+        reader: The file; closed with this reader.
+        sources: Where each tensor is.
+    """
+
+    def __init__(self, reader: CheckpointReader, sources: Mapping[str, Source]) -> None:
+        self._reader, self.sources = reader, sources
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(source.shape, reader.tensors[source.stored].dtype) for name, source in sources.items()
+        }
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Return a box of a tensor as a new array.
+
+        Args:
+            name: The tensor.
+            index: One slice of step 1 for each axis.
+        """
+        source = self.sources[name]
+        bounds = index_bounds(index, source.shape)
+        shape = tuple(stop - start for start, stop in bounds)
+        if 0 in shape:
+            return np.empty(shape, self.tensors[name].dtype)
+        box = tuple(slice(*each) for each in bounds)
+        if source.num_heads:
+            return self._read_interleaved(source, box)
+        if source.expert is not None:
+            box = (slice(source.expert, source.expert + 1), *box)
+        stored_rank = len(self._reader.tensors[source.stored].shape)
+        values = self._reader.read(source.stored, box[len(box) - stored_rank :]).reshape(shape)
+        return values - values.dtype.type(source.offset) if source.offset else values
+
+    def _read_interleaved(self, source: Source, box: Index) -> np.ndarray:
+        """Read the whole heads that a box has rows of, and take these."""
+        size = source.shape[0] // source.num_heads
+        heads, whole = group_indices(box[0].start, box[0].stop, size)
+        half, pair = np.divmod(np.arange(box[0].start, box[0].stop) % size, size // 2)
+        values = self._reader.read(source.stored, (slice(whole.start * size, whole.stop * size), *box[1:]))
+        return values[heads * size + 2 * pair + half]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._reader.close()
+
+    def __enter__(self) -> "RenamedReader":
+        """Return the reader."""
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        """Close the file."""
+        self.close()
+
+
+class Gguf:
+    """The format of one file.
+
+    Args:
+        types: Type of each tensor that is stored in blocks.
+    """
+
+    name = "GGUF"
+    quantizes_activations = False
+    ignored = re.compile(r"(?!)")
+
+    def __init__(self, types: Mapping[str, GgufType]) -> None:
+        self._types = types
+
+    def logical_names(self, tensors: Mapping[str, TensorInfo | None]) -> dict[str, tuple[str, ...]]:
+        """Return the stored tensor of each quantized one; they have the same name."""
+        return {name: (name,) for name in tensors if name in self._types}
+
+    def open(self, name: str, stored: tuple[str, ...], reader: CheckpointReader) -> QuantizedTensor:
+        """Return a logical tensor; see ``Format``."""
+        kind = self._types[name]
+        unpack = UNPACK[kind.name]
+        *rows, row_bytes = reader.tensors[name].shape
+
+        def planes(box: Box) -> Planes:
+            _, blocks = group_indices(box.columns.start, box.columns.stop, kind.block)
+            index = (*(slice(at, at + 1) for at in box.leading), box.rows)
+            part = slice(blocks.start * kind.num_bytes, blocks.stop * kind.num_bytes)
+            data = reader.read(name, (*index, part))
+            num_rows = box.rows.stop - box.rows.start
+            found = unpack(data.reshape(-1, kind.num_bytes))
+            size = kind.block // found.scales.shape[1]
+            groups, needed = group_indices(box.columns.start, box.columns.stop, size)
+            skip = blocks.start * kind.block
+            at = slice(needed.start - skip // size, needed.stop - skip // size)
+
+            def grid(values: np.ndarray | None) -> np.ndarray | None:
+                return None if values is None else values.reshape(num_rows, -1)[:, at]
+
+            scales = grid(found.scales)
+            assert scales is not None
+            codes = found.codes.reshape(num_rows, -1)[:, box.columns.start - skip : box.columns.stop - skip]
+            return Planes(codes, scales, None, grid(found.biases), found.table, columns=groups)
+
+        return QuantizedTensor((*rows, row_bytes // kind.num_bytes * kind.block), stored, planes)
