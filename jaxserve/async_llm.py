@@ -2,19 +2,19 @@
 
 import asyncio
 import atexit
+import collections
 import contextlib
 import dataclasses
 import functools
 import logging
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 from jaxserve.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.device.memory import MemoryLedger
-from jaxserve.engine.engine_thread import EngineThread
-from jaxserve.engine.preparation import Preparation
+from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.resharding import Resharder, ReshardReport
 from jaxserve.engine.startup import StartedEngine, start_engine
@@ -64,13 +64,11 @@ class AsyncLLM:
         logger.info("%s", self.ledger)
         self._engine = self._started.engine
         stats = None if self.config.disable_log_stats else StatsLogger(self.ledger.device)
-        self._thread = EngineThread(self._engine, stats)
-        self._preparation = Preparation(self._thread)
-        self._preparing: set[tuple[str | None, Stream]] = set()
+        self._loop = Loop(self._engine, stats)
         # At exit the thread must end before JAX shuts down. The reference is weak so that unused engines free their
         # memory.
-        atexit.register(self._thread.stop)
-        weakref.finalize(self, self._thread.stop).atexit = False
+        atexit.register(self._loop.stop)
+        weakref.finalize(self, self._loop.stop).atexit = False
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -85,9 +83,9 @@ class AsyncLLM:
         the tokens so far and the finish reason ``abort``. This call blocks: on an event loop, use
         ``asyncio.to_thread``.
         """
-        self._thread.stop(timeout)
-        self._preparation.close(wait=True)
-        atexit.unregister(self._thread.stop)
+        self._loop.stop(timeout)
+        self._loop.join_preparation()
+        atexit.unregister(self._loop.stop)
 
     @property
     def config(self) -> EngineConfig:
@@ -106,12 +104,12 @@ class AsyncLLM:
     @property
     def is_running(self) -> bool:
         """Whether the engine accepts requests."""
-        return self._thread.is_running
+        return self._loop.is_running
 
     @property
     def errored(self) -> bool:
         """Whether the engine stopped after a failure."""
-        return self._thread.failure is not None
+        return self._loop.failure is not None
 
     def get_tokenizer(self) -> Any:
         """Return transformers' tokenizer, or jaxserve's own if transformers would read the files incorrectly."""
@@ -216,15 +214,13 @@ class AsyncLLM:
 
         Unknown ids are ignored. When this returns the pages of the requests are free.
         """
-        names = {request_id} if isinstance(request_id, str) else set(request_id)
-        for name, stream in tuple(self._preparing):
-            stream.is_cancelled = stream.is_cancelled or name in names
-        if self._thread.is_running:
-            await asyncio.wrap_future(self._thread.abort(names))
+        if self._loop.is_running:
+            names = {request_id} if isinstance(request_id, str) else set(request_id)
+            await asyncio.wrap_future(self._loop.abort(names))
 
     async def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache; running requests continue. Returns whether it was cleared."""
-        return await asyncio.wrap_future(self._thread.call(self._engine.reset_prefix_cache))
+        return await asyncio.wrap_future(self._loop.call(self._engine.reset_prefix_cache))
 
     async def reshard(self, mesh: str | None = None, layout: str | ShardingLayout | None = None) -> ReshardReport:
         """Move the running engine to other devices or another layout, as ``LLM.reshard``; streams stay open.
@@ -236,38 +232,90 @@ class AsyncLLM:
             self._resharder.reshard,
             mesh,
             layout,
-            lambda function: self._thread.call(function).result(),
-            self._thread.deliver,
+            lambda function: self._loop.call(function).result(),
+            self._loop.deliver,
         )
 
     async def _stream(
         self, read: _Read, request_id: str | None, priority: int, timeout_s: float | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Prepare and submit a request, and yield its outputs until it finishes or the reader closes the stream."""
-        stream = Stream(asyncio.get_running_loop(), not self.config.disable_log_stats)
+        sink = EventLoopSink(asyncio.get_running_loop())
+        metrics = "none" if self.config.disable_log_stats else "all"
+        stream = Stream(sink, request_id or "", deadline_after(timeout_s), metrics)
+        arrival_s = time.monotonic()
+
+        def prepare() -> RequestState:
+            request = dataclasses.replace(read(), request_id=stream.request_id, priority=priority)
+            return self._engine.prepare(request, arrival_s)
+
+        self._loop.submit(stream, prepare)
         try:
-            await self._submit(stream, read, request_id, priority, deadline_after(timeout_s))
             while True:
-                output = await stream.get()
+                output = await sink.get()
                 yield output
                 if output.finished:
                     return
         finally:
-            self._thread.drop(stream)
+            self._loop.drop(stream)
 
-    async def _submit(
-        self, stream: Stream, read: _Read, request_id: str | None, priority: int, deadline_s: float | None
-    ) -> None:
-        arrival_s = time.monotonic()
 
-        def make() -> RequestState:
-            request = dataclasses.replace(read(), request_id=request_id or "", priority=priority)
-            return self._engine.prepare(request, arrival_s)
+@dataclasses.dataclass(frozen=True)
+class EventLoopReaders:
+    """Coroutines on an event loop, woken with one call to the loop."""
 
-        self._thread.check_alive()
-        key = (request_id, stream)
-        self._preparing.add(key)
+    loop: asyncio.AbstractEventLoop
+
+    def wake(self, sinks: Sequence["EventLoopSink"]) -> None:
+        """Wake the readers of these sinks. Thread-safe."""
         try:
-            await asyncio.wrap_future(self._preparation.begin(stream, make, deadline_s))
-        finally:
-            self._preparing.discard(key)
+            self.loop.call_soon_threadsafe(_wake_all, sinks)
+        except RuntimeError:
+            logger.warning("an event loop was closed while %d requests were running", len(sinks))
+
+
+class EventLoopSink:
+    """Has room for one output, which a coroutine gets.
+
+    So a slow reader does not build up a queue: its next output has all tokens since.
+
+    Args:
+        loop: Event loop of the reader.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.readers = EventLoopReaders(loop)
+        self._contents: collections.deque[RequestOutput | BaseException] = collections.deque()
+        self._has_content = asyncio.Event()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the previous output has been taken."""
+        return not self._contents
+
+    def put(self, content: RequestOutput | BaseException) -> None:
+        """Add an output or an error. Call on any thread, then wake the reader."""
+        self._contents.append(content)
+
+    def wake(self) -> None:
+        """Wake the reader. Call on its event loop."""
+        self._has_content.set()
+
+    async def get(self) -> RequestOutput:
+        """Wait for the next output. Call on the event loop.
+
+        Raises:
+            BaseException: The error that ends the stream.
+        """
+        while not self._contents:
+            self._has_content.clear()
+            await self._has_content.wait()
+        content = self._contents.popleft()
+        if isinstance(content, BaseException):
+            raise content
+        return content
+
+
+def _wake_all(sinks: Sequence[EventLoopSink]) -> None:
+    for sink in sinks:
+        sink.wake()

@@ -1,9 +1,10 @@
-"""Measures the host's work per step without a device: schedule, batch, complete, detokenize, metrics.
+"""Measures the host's work per step without a device: schedule, batch, complete, stop strings, metrics.
 
     python scripts/bench_host.py --rows 256
 
 The engine is the real one, its scheduler, batch builder and detokenizer too; only the compiled step is left out, in
-whose place known tokens come back at once. Every row decodes. Prints microseconds per step as one JSON line.
+whose place known tokens come back at once. Every row decodes, and no text is read. Prints
+microseconds per step as one JSON line.
 """
 
 import argparse
@@ -101,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=256, help="running requests (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1000, help="steps measured (default: %(default)s)")
+    parser.add_argument("--stop-strings", action="store_true", help="give every other request a stop string")
     parser.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     options = parser.parse_args()
     tokenizer = load_tokenizer(MODEL_DIRECTORY)
@@ -115,15 +117,20 @@ def main() -> None:
     runner.launch = clock.timed("batch", runner.launch)
     replica = Replica([scheduler], runner, depth=2)
     engine = Engine([replica], Admission(limits, tokenizer, None), seed=0, counter=CompileCounter())
-    print(json.dumps(measure(engine, options.rows, options.steps, clock)))
+    print(
+        json.dumps(
+            measure(engine, options.rows, options.steps, clock, "no such text" if options.stop_strings else None)
+        )
+    )
 
 
-def measure(engine: Engine, num_rows: int, num_steps: int, clock: Clock) -> dict[str, Any]:
+def measure(engine: Engine, num_rows: int, num_steps: int, clock: Clock, stop: str | None) -> dict[str, Any]:
     """Return medians, and the 99th percentile of the total, in microseconds."""
     rng = random.Random(1)
-    for _ in range(num_rows):
+    for row in range(num_rows):
+        params = SamplingParams(temperature=0.8, max_tokens=None, ignore_eos=True, stop=stop if row % 2 else None)
         prompt = {"prompt_token_ids": rng.choices(range(270, engine.admission.limits.vocab_size), k=PROMPT_TOKENS)}
-        engine.submit(parse_prompt(prompt, SamplingParams(temperature=0.8, max_tokens=None, ignore_eos=True)))
+        engine.submit(parse_prompt(prompt, params))
     whole: list[float] = []
     parts: dict[str, list[float]] = {"schedule": [], "batch": [], "complete": []}
     while len(whole) < num_steps:

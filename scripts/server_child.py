@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_FORK_S = 5.0  # until a child that was forked has its own command line
 _READY = re.compile(r"jaxserve ready: http=(\S+) grpc=(\S+) admin=(\S+)")
 
 
@@ -37,16 +38,25 @@ class RunningServer:
 
     @property
     def engine_pid(self) -> int:
-        """Process id of the engine, a child of the front end."""
-        pid = self.process.pid
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
-        raise RuntimeError(f"process {pid} has no engine process")
+        """Process id of the engine, a child of the front end, which may just have been forked."""
+        until = time.monotonic() + _FORK_S
+        while (found := _engine_of(self.process.pid)) is None:
+            if time.monotonic() > until:
+                raise RuntimeError(f"process {self.process.pid} has no engine process")
+            time.sleep(0.01)
+        return found
 
     def wait(self, timeout_s: float = 60.0) -> int:
         """Wait for the front end and return its exit status."""
         return self.process.wait(timeout_s)
+
+
+def _engine_of(pid: int) -> int | None:
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(OSError):  # it has ended
+            if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+    return None
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxserve.bench.simulation import CostModel, Settings, Simulation, make_scheduler
 from jaxserve.bench.traces import Trace, cut_trace, read_trace, trace_reuse
+from jaxserve.request import Request
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.sequence import Sequence
 
@@ -157,7 +158,9 @@ def host_cost(num_rows: int, settings: Settings, repetitions: int = 150) -> dict
     scheduler = make_scheduler(settings)
     for index in range(num_rows):
         prompt = [index] * (2 * settings.page_size + index % settings.page_size)
-        scheduler.add(Sequence(str(index), prompt, len(prompt), total, cache_root=index.to_bytes(8, "little")))
+        scheduler.add(
+            Sequence(Request(request_id=str(index)), prompt, len(prompt), total, cache_root=index.to_bytes(8, "little"))
+        )
     flights: collections.deque[StepPlan] = collections.deque()
     times: list[float] = []
     while len(times) < repetitions * num_steps:

@@ -183,7 +183,7 @@ def submit(llm: LLM, token_ids: Sequence[int], params: SamplingParams) -> str:
 def step(llm: LLM) -> dict[str, str]:
     """Run one step; return the completions of the requests that it finished, by their ids."""
     changed = llm.engine.step()
-    return {request.request_id: request.samples[0].output().text for request in changed if request.is_finished()}
+    return {request.request_id: request.output().outputs[0].text for request in changed if request.is_finished()}
 
 
 class PooledRequest(NamedTuple):
@@ -312,7 +312,7 @@ def native_threads(number: int) -> Iterator[None]:
 
 def is_preparing(engine: AsyncLLM) -> bool:
     """Whether a request is not yet queued: its prompt is still being tokenized, for example."""
-    return bool(engine._preparing)
+    return bool(engine._loop._preparing)
 
 
 def hold_preparation(engine: AsyncLLM, patch: pytest.MonkeyPatch) -> threading.Event:
@@ -360,8 +360,8 @@ def start_idle_engines(patch: pytest.MonkeyPatch) -> list[bool]:
 
 def thread_state(engine: AsyncLLM) -> Callable[[], bool]:
     """Return a function that tells whether the engine's thread runs, and does not keep the engine alive."""
-    thread = engine._thread
-    return lambda: thread.is_running
+    loop = engine._loop
+    return lambda: loop.is_running
 
 
 # ---------------------------------------------------------------- failures of one row
@@ -369,6 +369,11 @@ def thread_state(engine: AsyncLLM) -> Callable[[], bool]:
 
 def _of_long_prompt(sequence: ScheduledSequence) -> bool:
     return sequence.num_prompt_tokens > 10
+
+
+def _pools_by_mean(sequence: ScheduledSequence) -> bool:
+    pooling = sequence.request.pooling
+    return pooling is not None and pooling.pooling == "mean"
 
 
 def _only_slot(masks: TokenMasks) -> int:
@@ -390,7 +395,7 @@ _PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "text": (Detokenizer, "push_tokens", lambda self, tokens: bool(self._stops)),
     "queue": (Scheduler, "add", lambda self, sequence: _of_long_prompt(sequence)),
     "vector": (engine_module, "pooled_vector", lambda total, count, one: one.pooling == "mean"),
-    "chunk of a vector": (plan_draft, "_chunk_pooling", lambda sequence, *rest: sequence.pooling == "mean"),
+    "chunk of a vector": (plan_draft, "_chunk_pooling", lambda sequence, *rest: _pools_by_mean(sequence)),
 }
 
 

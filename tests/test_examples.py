@@ -17,8 +17,6 @@ PAGES = ("README.md", "jaxserve/GUIDE.md", "jaxserve/server/README.md")
 NOT_RUN = {
     "bash scripts/quickstart.sh": "creates the environment that these tests run in",
     "bash scripts/test.sh": "runs these tests",
-    "python scripts/bench_peers.py": "needs a checkpoint; tests/jaxserve/test_bench.py runs the commands it calls",
-    "jaxserve bench startup --model CHECKPOINT": "needs a checkpoint",
     "jaxserve serve": "the requests of these pages run against such a server",
     "jaxserve bench serve": "runs against the server below",
 }

@@ -10,6 +10,7 @@ import time
 from typing import NamedTuple
 
 from jaxserve.bench.traces import MAX_PIECE_ID, Trace, symbolic_prompt
+from jaxserve.request import Request
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
 from jaxserve.scheduling.plan_draft import Completion
@@ -140,12 +141,12 @@ class Simulation:
     def _sequence(self, index: int) -> Sequence:
         prompt = symbolic_prompt(self.trace, index)
         settings = self.settings
+        priority = settings.priorities[index] if settings.priorities else 0
         return Sequence(
-            str(index),
+            Request(request_id=str(index), priority=priority),
             prompt,
             len(prompt),
             len(prompt) + self.trace.requests[index].num_output_tokens,
-            priority=settings.priorities[index] if settings.priorities else 0,
             cache_root=b"" if settings.is_caching else index.to_bytes(8, "little"),
         )
 
@@ -185,8 +186,8 @@ class Simulation:
         )
 
     def _note_tokens(self, completion: Completion) -> None:
-        for sequence, _, tokens in completion.sampled:
-            if sequence.num_output_tokens == len(tokens):
+        for sequence in completion.sampled:
+            if sequence.num_output_tokens == 1:
                 self.first_s[self._indices[sequence]] = self._now_s
             if sequence.finish_reason is not None:
                 self.last_s[self._indices.pop(sequence)] = self._now_s

@@ -85,18 +85,16 @@ def sample_seed(seed: int, index: int) -> int:
 def make_sampling(
     params: SamplingParams,
     *,
-    seed: int,
     vocab_size: int,
     arguments: Mapping[str, float],
     banned_ids: collections.abc.Sequence[int],
     banned_until: int,
     bad_ids: collections.abc.Sequence[int],
 ) -> Sampling:
-    """Return the sampler's parameters for one sample.
+    """Return the sampler's parameters for a request's samples, which differ in their seeds.
 
     Args:
         params: Validated parameters of the request.
-        seed: 32-bit seed of the sample.
         vocab_size: Vocabulary size.
         arguments: Names and default values of the logits processors' arguments.
         banned_ids: Tokens not allowed before ``banned_until``; used if ``min_tokens`` is set.
@@ -105,7 +103,6 @@ def make_sampling(
     """
     return Sampling(
         options=OptionValues(**{name: getattr(params, name) for name in SAMPLING_OPTIONS}),
-        seed=seed,
         num_logprobs=_num_logprobs(params, vocab_size),
         banned_ids=tuple(banned_ids) if params.min_tokens else (),
         banned_until=banned_until,
@@ -175,14 +172,12 @@ class Admission:
             grammar = self.grammars.submit(params.structured_outputs)
         request = dataclasses.replace(request, params=params)
         return RequestState(
-            request_id=request.request_id,
-            prompt=request.text,
+            request=request,
             prompt_token_ids=token_ids,
-            params=params,
             samples=self._samples(request, token_ids, default_seed, grammar),
-            lane=0,
             arrival_s=arrival_s,
             queued_s=time.monotonic(),
+            tokenizer=self.tokenizer if params.detokenize else None,
             prompt_logprobs=_empty_prompt_logprobs(params, len(token_ids)),
             prompt_offsets=self._prompt_offsets(request, token_ids),
             grammar=grammar,
@@ -198,43 +193,35 @@ class Admission:
         stop_ids |= {token: token for token in params.stop_token_ids or ()}
         max_length = len(prompt) + (params.max_tokens or 0)
         cache_root = limits.cache_root(request.cache_salt, request.request_id, max_length)
-        sequences = [
-            Sequence(
-                sequence_id=f"{request.request_id}-{index}",
-                token_ids=list(prompt),
-                num_prompt_tokens=len(prompt),
+        sampling = make_sampling(
+            params,
+            vocab_size=limits.vocab_size,
+            arguments=limits.arguments,
+            banned_ids=[token for token in stop_ids if 0 <= token < limits.vocab_size],
+            banned_until=len(prompt) + params.min_tokens,
+            bad_ids=[word[0] for word in bad_words if len(word) == 1],
+        )
+        seed = default_seed if params.seed is None else params.seed
+        samples: list[Sample] = []
+        for index, constraint in enumerate(self._constraints(request, prompt, grammar, bad_words)):
+            detokenizer = self._detokenizer(prompt, params)
+            sequence = Sequence(
+                request,
+                list(prompt),
+                len(prompt),
                 max_length=max_length,
-                sampling=make_sampling(
-                    params,
-                    seed=sample_seed(default_seed if params.seed is None else params.seed, index),
-                    vocab_size=limits.vocab_size,
-                    arguments=limits.arguments,
-                    banned_ids=[token for token in stop_ids if 0 <= token < limits.vocab_size],
-                    banned_until=len(prompt) + params.min_tokens,
-                    bad_ids=[word[0] for word in bad_words if len(word) == 1],
-                ),
+                index=index,
+                sampling=sampling._replace(seed=sample_seed(seed, index)),
                 stop_ids=stop_ids,
-                min_length=len(prompt) + params.min_tokens,
-                wants_prompt_logprobs=params.prompt_logprobs is not None and index == 0,
-                priority=request.priority,
                 cache_root=cache_root,
                 reads_cache=params.reads_prefix_cache or (index > 0 and params.skip_reading_prefix_cache is None),
                 constraint=constraint,
-                repetition=params.repetition_detection,
+                stop_strings=detokenizer if params.stop_strings else None,
             )
-            for index, constraint in enumerate(self._constraints(request, prompt, grammar, bad_words))
-        ]
+            samples.append(Sample(sequence, detokenizer, _empty_logprobs(params), self._offsets(prompt, params)))
+        sequences = [sample.sequence for sample in samples]
         sequences[0].followers = sequences[1:]
-        return [
-            Sample(
-                index,
-                sequence,
-                self._detokenizer(prompt, params),
-                _empty_logprobs(params),
-                self._offsets(prompt, params),
-            )
-            for index, sequence in enumerate(sequences)
-        ]
+        return samples
 
     def _bad_words(self, words: collections.abc.Sequence[str]) -> list[tuple[int, ...]]:
         """Return the token sequences of bad words; a tokenizer may have tokens that the model lacks."""
@@ -289,15 +276,17 @@ class Admission:
         self, request: Request, prompt: list[int], grammar: GrammarFuture | None, bad_words: list[tuple[int, ...]]
     ) -> list[Constraint | None]:
         """Create the constraint of each sample; the grammar takes precedence if no token satisfies all parts."""
-        markers, vocab_size = self.limits.reasoning, self.limits.vocab_size
         budget = request.params.thinking_token_budget
+        longer = [word for word in bad_words if len(word) > 1]
+        if grammar is None and budget is None and not longer:
+            return [None] * request.params.n
+        markers, vocab_size = self.limits.reasoning, self.limits.vocab_size
         reasoning: Reasoning | None = None
         section: collections.abc.Sequence[int] = ()
         if markers is not None and self.tokenizer is not None and (grammar is not None or budget is not None):
             ending = (markers, self.tokenizer, prompt, request.chat is not None, request.last_message)
             reasoning = None if grammar is None else find_reasoning(*ending)
             section = () if budget is None else open_section(*ending)
-        longer = [word for word in bad_words if len(word) > 1]
 
         def make() -> Constraint | None:
             parts: list[Constraint] = []

@@ -144,9 +144,9 @@ class BeamSearch:
 
     def _extend(self, search: _Search, beam: BeamSearchSequence, request: RequestState) -> None:
         """Add one extension of a beam for each reported token to the search."""
+        logprobs = self._engine.make(request, request.output).outputs[0].logprobs
         if request.error is not None:
             raise RequestError(f"beam search: {request.error}")
-        logprobs = request.samples[0].logprobs
         assert logprobs is not None
         position: dict[int, Logprob] = logprobs[0]
         for token, logprob in position.items():

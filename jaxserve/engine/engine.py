@@ -7,28 +7,30 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import numpy as np
 
 from jaxserve.device.runner_interface import StepResult
 from jaxserve.engine.admission import Admission
-from jaxserve.engine.delivery import deliver
 from jaxserve.engine.expert_load import ExpertLoad
 from jaxserve.engine.metrics import PREFIX, CompileCounter, EngineMetrics
 from jaxserve.engine.pooling import pooled_vector
 from jaxserve.engine.replica import Replica
-from jaxserve.engine.request_state import RequestState, Sample
+from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.step_guard import StepGuard
 from jaxserve.errors import EngineDeadError, RequestError, RequestFailedError, own_failure, unforeseen
 from jaxserve.metric_types import Metric
 from jaxserve.request import Request
+from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.router import choose_scheduler
-from jaxserve.scheduling.sequence import Sequence
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -66,7 +68,6 @@ class Engine:
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
         self._requests: dict[str, RequestState] = {}
-        self._owners: dict[str, tuple[RequestState, Sample]] = {}
         self._metrics = EngineMetrics(admission.limits.max_model_len)
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -127,12 +128,11 @@ class Engine:
             self._apply_aborts()
             with self._counter:
                 launched = [replica.launch() for replica in self.replicas]
-                found = [r.collect(admitted is None) for r, admitted in zip(self.replicas, launched, strict=True)]
-            now = time.monotonic()
-            for sequence in itertools.chain.from_iterable(filter(None, launched)):
-                self._owners[sequence.sequence_id][0].note_scheduled(now)
+                found = [
+                    each.collect(not is_launched) for each, is_launched in zip(self.replicas, launched, strict=True)
+                ]
             return self._take_lost() + [
-                request for lanes in found for lane in lanes for request in self._deliver(*lane, now)
+                request for lanes in found for lane in lanes for request in self._deliver(*lane)
             ]
 
     def drain(self) -> list[RequestState]:
@@ -148,7 +148,7 @@ class Engine:
             for replica in self.replicas:
                 while replica.has_steps_in_flight:
                     for lane in replica.collect(is_last=True):
-                        changed |= dict.fromkeys(self._deliver(*lane, time.monotonic()))
+                        changed |= dict.fromkeys(self._deliver(*lane))
         return list(changed)
 
     def replace_replicas(self, replicas: list[Replica]) -> None:
@@ -160,9 +160,9 @@ class Engine:
         replicas[0].replace(self.replicas)
         self.replicas, self._schedulers = replicas, [each for replica in replicas for each in replica.schedulers]
         self._schedulers[0].replace(old)
-        queued = {sequence.sequence_id for scheduler in old for sequence in scheduler.waiting}
+        queued = {sequence for scheduler in old for sequence in scheduler.waiting}
         for request in self._requests.values():
-            waiting = [s.sequence for s in request.samples if s.sequence.sequence_id in queued]
+            waiting = [s.sequence for s in request.samples if s.sequence in queued]
             if len(old) != len(self._schedulers):
                 request.lane = choose_scheduler(self._schedulers, waiting[0])
             for sequence in waiting:
@@ -192,6 +192,15 @@ class Engine:
         self.aborted.extend(requests)
         while self.aborted and self.guard.run_if_free(self._apply_aborts):
             pass
+
+    def make(self, request: RequestState, output: Callable[[], T]) -> T:
+        """Call a function that makes an output of a request; if it fails, fail the request and call it again."""
+        with self.guard:
+            try:
+                return output()
+            except Exception as error:
+                self._fail_alone(request, error)
+                return output()
 
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache without affecting running requests. Always returns True, as in vLLM's API."""
@@ -224,11 +233,9 @@ class Engine:
         if request.request_id in self._requests:
             return RequestError(f"request id {request.request_id!r} is in use", parameter="request_id")
         first = request.samples[0].sequence
+        self._requests[request.request_id] = request
         try:
             request.lane = choose_scheduler(self._schedulers, first)
-            self._requests[request.request_id] = request
-            for sample in request.samples:
-                self._owners[sample.sequence.sequence_id] = (request, sample)
             self._schedulers[request.lane].add(first)
         except Exception as error:
             self._fail(request, RequestFailedError(unforeseen(error)))
@@ -260,7 +267,6 @@ class Engine:
             self._lost[name] = request
             self._metrics.finished(request)
             self._requests.pop(name)
-        self._owners.clear()
 
     def _take_lost(self) -> list[RequestState]:
         """Return the requests that ``_mend`` has failed since the last call."""
@@ -274,58 +280,81 @@ class Engine:
             raise EngineDeadError(f"the engine stopped: {why}") from self._failure
 
     def _deliver(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
-        """Deliver a step's results in one lane; return the requests they changed."""
+        """Note a step's results in one lane; return the requests they changed."""
         if self.expert_load is not None and result.expert_tokens is not None:
             self.expert_load.add(result.expert_tokens)
-        failed = self._fail_sequences([*completion.broken, *completion.failed])
-        failed += self._deliver_scores(completion, result) if completion.scored else []
-        pooled = self._deliver_vectors(completion, result, now) if completion.pooled else []
-        delivery = deliver(
-            completion.sampled, self._owners, result.logprobs, self.tokenizer, now, completion.has_drafts
-        )
-        self._metrics.delivered(delivery, now, pooled)
-        for request, sample, stop_string, length in delivery.stopped:
-            scheduler = self._schedulers[request.lane]
-            if length < len(sample.sequence.token_ids):
-                scheduler.rollback(sample.sequence, length)
-            scheduler.finish(sample.sequence, "stop", stop_string, replaces=True)
-        for request, error in delivery.failures:
-            self._fail_alone(request, error)
-        for request in delivery.ended:
-            error = next((sample.sequence.error for sample in request.samples if sample.sequence.error), None)
-            if error is not None:
-                # A constraint says with a RuntimeError why it cannot go on.
-                self._fail_alone(request, RequestFailedError(str(error)) if type(error) is RuntimeError else error)
-            elif request.is_finished():
-                self._close(request)
-        return failed + pooled + delivery.changed
+        requests = self._requests
+        changed = dict.fromkeys([requests[sequence.request.request_id] for sequence in completion.sampled])
+        if completion.scored:
+            changed |= dict.fromkeys(self._add_prompt_logprobs(completion, result))
+        if result.logprobs is not None:
+            self._score(completion, result.logprobs)
+        started = self._note_first_tokens(completion, now) if 0.0 in completion.previous_s else []
+        pooled = self._add_vectors(completion, result, now) if completion.pooled else []
+        self._metrics.stepped(completion, now, started, pooled)
+        for sequence in completion.finished:
+            request = requests.get(sequence.request.request_id)
+            if request is None:  # another sample has failed
+                continue
+            changed[request] = None
+            if sequence.finish_reason != "error":
+                if request.is_finished():
+                    self._close(request)
+            elif sequence.error is None:
+                self._fail_corrupted(request, "the model produced NaN logits, or every token is masked")
+            else:
+                self._fail_alone(request, sequence.error)
+        return [*changed, *pooled]
 
-    def _deliver_scores(self, completion: Completion, result: StepResult) -> list[RequestState]:
+    def _add_prompt_logprobs(self, completion: Completion, result: StepResult) -> list[RequestState]:
         """Add the logprobs of prompts to their requests; return the requests that fail because of them."""
+        assert result.prompt_logprobs is not None
         failed: list[RequestState] = []
         for chunk in completion.scored:
-            owner = self._owners.get(chunk.sequence.sequence_id)
-            if owner is None:  # another sample of the request has failed
+            request = self._requests.get(chunk.sequence.request.request_id)
+            if request is None:  # another chunk of the request has failed
                 continue
-            request, _ = owner
-            assert result.prompt_logprobs is not None
             try:
-                request.add_prompt_logprobs(chunk, result.prompt_logprobs, self.tokenizer)
+                request.add_prompt_logprobs(chunk, result.prompt_logprobs)
             except BaseException as error:
                 self._fail_alone(request, own_failure(error))
                 failed.append(request)
         return failed
 
-    def _deliver_vectors(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
+    def _score(self, completion: Completion, scores: TokenLogprobs) -> None:
+        """Add the logprobs of new tokens to their samples."""
+        for first, sequence in zip(completion.first_samples, completion.rows, strict=True):
+            request = self._requests.get(sequence.request.request_id)
+            if request is None:
+                continue
+            sample = request.samples[sequence.index]
+            if sample.logprobs is None or sample.sequence is not sequence:  # another request with the same id
+                continue
+            try:
+                sample.score(first, scores)
+            except BaseException as error:
+                self._fail_alone(request, own_failure(error))
+
+    def _note_first_tokens(self, completion: Completion, now: float) -> list[RequestState]:
+        """Set the time of first tokens; return the requests that got theirs."""
+        started: list[RequestState] = []
+        for sequence, previous_s in zip(completion.sampled, completion.previous_s, strict=True):
+            request = None if previous_s else self._requests.get(sequence.request.request_id)
+            if request is not None and request.first_token_s is None:
+                request.first_token_s = now
+                started.append(request)
+        return started
+
+    def _add_vectors(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
         """Finish the requests that a step has pooled, with their embeddings; return them."""
         assert result.sums is not None
         changed = []
         for sequence, row in completion.pooled:
-            request, _ = self._owners[sequence.sequence_id]
-            assert request.pooling is not None
+            request, params = self._requests[sequence.request.request_id], sequence.request.pooling
+            assert params is not None
             changed.append(request)
             try:
-                vector = pooled_vector(result.sums[row], sequence.num_prompt_tokens, request.pooling)
+                vector = pooled_vector(result.sums[row], sequence.num_prompt_tokens, params)
             except Exception as error:
                 self._fail_alone(request, error)
                 continue
@@ -336,20 +365,6 @@ class Engine:
             else:
                 self._fail_corrupted(request, "the model produced NaN or infinite hidden states")
         return changed
-
-    def _fail_sequences(self, sequences: list[Sequence]) -> list[RequestState]:
-        """Fail the requests of sequences whose row could not be built, or for which sampling failed; return them."""
-        failed: list[RequestState] = []
-        for sequence in sequences:
-            owner = self._owners.get(sequence.sequence_id)
-            if owner is None:
-                continue
-            if sequence.error is not None:
-                self._fail_alone(owner[0], sequence.error)
-            else:
-                self._fail_corrupted(owner[0], "the model produced NaN logits, or every token is masked")
-            failed.append(owner[0])
-        return failed
 
     def _fail_corrupted(self, request: RequestState, message: str) -> None:
         """Finish and count a request whose logits or hidden states are unusable."""
@@ -367,14 +382,12 @@ class Engine:
     def _fail(self, request: RequestState, error: RequestError) -> None:
         """Finish a request with an error, and remove its pages from the prefix cache."""
         request.error = error
-        for sample in request.samples:
-            self._schedulers[request.lane].finish(sample.sequence, "error", replaces=True)
-        self._close(request)
+        if self._requests.get(request.request_id) is request:
+            for sample in request.samples:
+                self._schedulers[request.lane].finish(sample.sequence, "error")
+            self._close(request)
 
     def _close(self, request: RequestState) -> None:
         """Remove a finished request and count it."""
-        if self._requests.pop(request.request_id, None) is None:
-            return
-        for sample in request.samples:
-            del self._owners[sample.sequence.sequence_id]
+        del self._requests[request.request_id]
         self._metrics.finished(request)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxserve.engine.delivery import Delivery
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState
 from jaxserve.metric_types import Counter, Distribution, Gauge, Metric
+from jaxserve.scheduling.plan_draft import Completion
 
 PREFIX = "jaxserve:"
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
@@ -63,20 +63,33 @@ class EngineMetrics:
         self._request_max_tokens = Distribution("request_params_max_tokens", tokens)
         self._step_tokens = Distribution("iteration_tokens_total", _STEP_TOKENS)
 
-    def delivered(self, delivery: Delivery, now: float, pooled: Sequence[RequestState] = ()) -> None:
-        """Count the tokens that a step delivered at time ``now``, and the prompts of the requests it pooled."""
-        previous = collections.Counter(delivery.previous_s)
+    def stepped(
+        self,
+        completion: Completion,
+        now: float,
+        started: Sequence[RequestState],
+        pooled: Sequence[RequestState],
+    ) -> None:
+        """Count the results of a step.
+
+        Args:
+            completion: The results.
+            now: Their time, in seconds of ``time.monotonic()``.
+            started: Requests that got their first token.
+            pooled: Requests that the step pooled.
+        """
+        previous = collections.Counter(completion.previous_s)
         del previous[0.0]
         for previous_s, count in previous.items():
             self._between_tokens.observe(now - previous_s, count)
-        num_tokens = delivery.num_tokens
+        num_tokens = completion.num_tokens
         self._generation_tokens += num_tokens
-        for request in (*delivery.started, *pooled):
+        for request in (*started, *pooled):
             num_prompt_tokens = len(request.prompt_token_ids)
             num_tokens += num_prompt_tokens
             self._prompt_tokens += num_prompt_tokens
             self._cached_tokens += request.num_cached_tokens or 0
-        for request in delivery.started:
+        for request in started:
             self._first_token.observe(now - request.arrival_s)
         if num_tokens:
             self._step_tokens.observe(num_tokens)
@@ -89,24 +102,24 @@ class EngineMetrics:
         """Count a finished request."""
         is_whole = True
         for sample in request.samples:
-            reason = sample.sequence.finish_reason or "abort"
+            reason = "error" if request.error is not None else sample.sequence.finish_reason or "abort"
             self._finished[reason] += 1
             is_whole = is_whole and reason not in ("abort", "error")
-        first_s, scheduled_s = request.first_token_s, request.scheduled_s
-        if request.embedding is not None and request.finished_s is not None and scheduled_s is not None:
+        first_s, scheduled_s = request.first_token_s, request.samples[0].sequence.scheduled_s
+        if request.embedding is not None and request.finished_s is not None:
             self._request_ended(request, scheduled_s, request.finished_s, request.finished_s)
-        if not is_whole or first_s is None or scheduled_s is None:
+        if not is_whole or first_s is None:
             return
-        last_s = max(sample.last_token_s for sample in request.samples)
+        last_s = max(sample.sequence.last_token_s for sample in request.samples)
         self._request_ended(request, scheduled_s, first_s, last_s)
         self._decode.observe(last_s - first_s)
         self._request_longest.observe(max(sample.sequence.num_output_tokens for sample in request.samples))
         self._request_n.observe(len(request.samples))
-        self._request_max_tokens.observe(request.params.max_tokens or 0)
+        self._request_max_tokens.observe(request.request.params.max_tokens or 0)
         for sample in request.samples:
             num_tokens = sample.sequence.num_output_tokens
             self._request_generation.observe(num_tokens)
-            self._per_token.observe((sample.last_token_s - first_s) / max(num_tokens - 1, 1))
+            self._per_token.observe((sample.sequence.last_token_s - first_s) / max(num_tokens - 1, 1))
 
     def _request_ended(self, request: RequestState, scheduled_s: float, first_s: float, last_s: float) -> None:
         """Count the latencies and prompt of a generation or pooling request whose prefill ended at ``first_s``."""

@@ -15,49 +15,42 @@ from jaxserve.request import Request
 
 
 class ProgressBar:
-    """Shows the number of finished samples and the tokens per second, unless ``use_tqdm`` is False.
+    """Shows the number of finished samples and the tokens per second.
 
     Args:
         requests: The requests to count.
-        use_tqdm: Whether to show a bar, or a function of the user that makes one.
+        make: Makes the bar; may be a function of the user.
         signals: Lets handlers of signals run while the bar, which may be the user's, does something.
     """
 
-    def __init__(self, requests: list[RequestState], use_tqdm: bool | Callable[..., tqdm], signals: SignalDelay):
-        self._bar = None
+    def __init__(self, requests: list[RequestState], make: Callable[..., tqdm], signals: SignalDelay):
         self._signals = signals
         self._unfinished = set(requests)
         self._num_input = self._num_output = 0
-        if use_tqdm:
-            make = tqdm if use_tqdm is True else use_tqdm
-            options = {
-                "total": sum(len(request.samples) for request in requests),
-                "desc": "Processed prompts",
-                "dynamic_ncols": True,
-                "postfix": "est. speed input: 0.00 toks/s, output: 0.00 toks/s",
-            }
-            signals.is_held = False
-            try:
-                self._bar = make(**options)
-            finally:
-                signals.is_held = True
+        signals.is_held = False
+        try:
+            self._bar = make(
+                total=sum(len(request.samples) for request in requests),
+                desc="Processed prompts",
+                dynamic_ncols=True,
+                postfix="est. speed input: 0.00 toks/s, output: 0.00 toks/s",
+            )
+        finally:
+            signals.is_held = True
 
     def update(self, requests: Iterable[RequestState]) -> None:
         """Count those of the requests that have finished, each once."""
-        if self._bar is None:
-            return
         for request in requests:
             if request in self._unfinished and request.is_finished():
                 self._unfinished.remove(request)
-                self._count(self._bar, request)
+                self._count(request)
 
     def close(self) -> None:
         """Stop updating the bar."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
-    def _count(self, bar: tqdm, request: RequestState) -> None:
-        count = len(request.samples)
+    def _count(self, request: RequestState) -> None:
+        bar, count = self._bar, len(request.samples)
         self._num_input += len(request.prompt_token_ids) * count
         self._num_output += sum(sample.sequence.num_output_tokens for sample in request.samples)
         self._signals.is_held = False
@@ -111,14 +104,18 @@ class OfflineRunner:
         with SignalDelay() as signals:
             try:
                 self._submit(requests, inputs, signals)
-                bar = ProgressBar(requests, use_tqdm, signals)
+                if use_tqdm:
+                    bar = ProgressBar(requests, tqdm if use_tqdm is True else use_tqdm, signals)
                 pending = requests[::-1]
                 while pending:
-                    bar.update(self._step())
+                    changed = self._step()
+                    if bar is not None:
+                        bar.update(changed)
                     signals.run_pending()
                     while pending and pending[-1].is_finished():
                         pending.pop()
-                bar.update(requests)  # steps of other threads may have finished some
+                if bar is not None:
+                    bar.update(requests)  # steps of other threads may have finished some
             except BaseException:
                 signals.is_held = True
                 self._engine.abort(*requests)
@@ -127,7 +124,9 @@ class OfflineRunner:
                 signals.is_held = True
                 if bar is not None:
                     bar.close()
-            return [request.output(self._stats is not None) for request in requests]
+            return [
+                self._engine.make(each, lambda each=each: each.output(self._stats is not None)) for each in requests
+            ]
 
     def stream(self, prompt: Request) -> Generator[RequestOutput, None, None]:
         """Yield the outputs of one request as they arrive; closing the generator aborts the request."""
@@ -143,7 +142,7 @@ class OfflineRunner:
                     # The steps of another call, or resharding, may have finished it.
                     if request.is_finished() or request in self._step():
                         is_last = request.is_finished()
-                        output = request.next_output(self._stats is not None)
+                        output = self._engine.make(request, lambda: request.next_output(self._stats is not None))
                 if output is not None:
                     yield output
         finally:

@@ -1,5 +1,7 @@
 """Pooling requests: create their state, and compute embeddings from pooled hidden states."""
 
+import dataclasses
+
 import numpy as np
 from jaxtyping import Float
 
@@ -40,27 +42,16 @@ def pooling_state(
             parameter="input_tokens",
             value=length,
         )
+    request = dataclasses.replace(request, params=_UNUSED_PARAMS)
     sequence = Sequence(
-        sequence_id=f"{request.request_id}-0",
+        request,
         token_ids=list(token_ids),
         num_prompt_tokens=length,
         max_length=length,
-        pooling=params.pooling,
-        priority=request.priority,
         cache_root=limits.cache_root(request.cache_salt, request.request_id, length),
         reads_cache=params.pooling == "last",
     )
-    return RequestState(
-        request_id=request.request_id,
-        prompt=request.text,
-        prompt_token_ids=token_ids,
-        params=_UNUSED_PARAMS,
-        samples=[Sample(0, sequence, None, None)],
-        lane=0,
-        arrival_s=arrival_s,
-        queued_s=queued_s,
-        pooling=params,
-    )
+    return RequestState(request, token_ids, [Sample(sequence, None, None)], arrival_s, queued_s)
 
 
 def pooled_vector(total: Float[np.ndarray, " D"], num_tokens: int, params: PoolingParams) -> Float[np.ndarray, " D"]:

@@ -2,27 +2,28 @@
 
 import collections
 import collections.abc
-import itertools
+import time
 from typing import NamedTuple
 
 from jaxserve.device.runner_interface import Runner, StepResult
+from jaxserve.scheduling.pipeline import num_idle_stages
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.sequence import Sequence
 
 _NO_PLAN = StepPlan(-1, same_rows_as=-1)
 """Plan of a lane without work in a step."""
 
 
 class LaneResult(NamedTuple):
-    """What a step did in one lane."""
+    """What a step did in one lane, and when its results arrived, in seconds of ``time.monotonic()``."""
 
     completion: Completion
     result: StepResult
+    now: float
 
 
-class _Tick(NamedTuple):
+class _Flight(NamedTuple):
     """A launched step: the plan of each lane and the runner's handle."""
 
     plans: list[StepPlan | None]
@@ -30,40 +31,31 @@ class _Tick(NamedTuple):
 
 
 class Replica:
-    """The schedulers of a data slice's lanes and their runner, with up to ``depth`` ticks in flight.
-
-    In each tick, the stages of a pipeline (one, without pipeline parallelism) move on by one plan: in tick t, stage i
-    works on the plan of tick t - i. A tick at which no lane has a plan is a bubble, for which nothing is launched. It
-    counts among the ticks in flight, so that the tokens sampled S ticks ago can be used although fewer requests are
-    running than there are stages.
-
-    A stage is idle in a tick if it has no plan to work on although at least S sequences are runnable, one for each
-    stage: it is a bubble's turn, or the pipeline is filling after it was empty. Sequences are runnable if they have a
-    slot and tokens left to plan that do not wait for the host (``Scheduler.num_runnable``). So a stage without work is
-    not idle while fewer than S sequences run, as at the end of a load.
+    """The schedulers of a data slice's lanes and their runner, with up to ``depth`` steps in flight.
 
     Args:
         schedulers: The scheduler of each lane, with its own requests and pages.
         runner: Runs the plans of all lanes.
-        depth: Most ticks in flight: the number of stages S, or one more for async scheduling.
+        depth: Most steps in flight: 1, or 2 for async scheduling; for S stages, S - 1 more.
 
     Attributes:
         schedulers: The scheduler of each lane, with its own requests and pages.
+        runner: Runs the plans of all lanes.
         num_steps: Number of steps so far.
-        num_stage_ticks: Number of ticks so far, bubbles included, times the number of stages.
-        num_idle_stage_ticks: Number of these in which the stage was idle.
+        num_stage_ticks: Number of steps so far; with several stages, of ticks, bubbles included, times the stages.
+        num_idle_stage_ticks: Number of these in which the stage was idle; see ``num_idle_stages``.
     """
 
     def __init__(self, schedulers: collections.abc.Sequence[Scheduler], runner: Runner, depth: int):
         self.schedulers = tuple(schedulers)
+        self.runner = runner
         self.num_steps = 0
         self.num_stage_ticks = 0
         self.num_idle_stage_ticks = 0
         self._num_stages = schedulers[0].limits.num_stages
         assert depth >= self._num_stages, f"depth {depth} leaves some of {self._num_stages} stages without work"
-        self._runner = runner
         self._depth = depth
-        self._in_flight: collections.deque[_Tick | None] = collections.deque()
+        self._in_flight: collections.deque[_Flight | None] = collections.deque()
 
     def replace(self, replicas: "collections.abc.Iterable[Replica]") -> None:
         """Continue the counters of replicas that this one replaces; schedulers have their own."""
@@ -78,11 +70,6 @@ class Replica:
         return sum(scheduler.num_decode_rows for scheduler in self.schedulers)
 
     @property
-    def runner(self) -> Runner:
-        """The runner of all lanes."""
-        return self._runner
-
-    @property
     def has_steps_in_flight(self) -> bool:
         """Whether any step is in flight."""
         return bool(self._in_flight)
@@ -92,62 +79,56 @@ class Replica:
         """Whether there are no unfinished requests and no steps in flight."""
         return not self._in_flight and not any(scheduler.num_unfinished for scheduler in self.schedulers)
 
-    def launch(self) -> list[Sequence] | None:
-        """Plan and launch the next step of all lanes, after bubbles if needed; return the sequences it admits.
+    def launch(self) -> bool:
+        """Plan and launch the next step of all lanes, in a pipeline after bubbles if needed.
 
-        Returns None if no sequence can run, or none before a step in flight completes.
+        Returns:
+            Whether any sequence can run before a step in flight completes.
         """
-        while True:
-            plans = [scheduler.schedule() for scheduler in self.schedulers]
-            if any(plans):
-                handle = self._runner.launch([plan or _NO_PLAN for plan in plans])
-                self._add_tick(_Tick(plans, handle))
-                self.num_steps += 1
-                return self._admitted(plans)
-            if not self._in_flight or self._num_stages == 1:
-                return None
+        now = time.monotonic()
+        plans = [scheduler.schedule(now) for scheduler in self.schedulers]
+        while not any(plans):
+            if self._num_stages == 1 or not self._in_flight:
+                return False
             self._add_tick(None)
             if len(self._in_flight) >= self._depth:
-                return None
+                return False
+            plans = [scheduler.schedule(now) for scheduler in self.schedulers]
+        self._add_tick(_Flight(plans, self.runner.launch([plan or _NO_PLAN for plan in plans])))
+        self.num_steps += 1
+        return True
 
     def collect(self, is_last: bool) -> list[LaneResult]:
-        """Complete the oldest step if ``depth`` ticks are in flight or ``is_last``; return what it did in each lane."""
+        """Complete the oldest step if ``depth`` steps are in flight or ``is_last``; return what it did in each lane."""
         if not self._in_flight or (not is_last and len(self._in_flight) < self._depth):
             return []
-        tick = self._in_flight.popleft()
-        assert tick is not None, "the oldest tick in flight is a bubble"
+        flight = self._in_flight.popleft()
+        assert flight is not None, "the oldest step in flight is a bubble"
         while self._in_flight and self._in_flight[0] is None:
             self._in_flight.popleft()
-        lanes = zip(self.schedulers, tick.plans, self._runner.collect(tick.handle), strict=True)
+        results = self.runner.collect(flight.handle)
+        now = time.monotonic()
         return [
-            LaneResult(scheduler.complete(plan, result.tokens, result.errors), result)
-            for scheduler, plan, result in lanes
+            LaneResult(scheduler.complete(plan, result.tokens, result.errors, now), result, now)
+            for scheduler, plan, result in zip(self.schedulers, flight.plans, results, strict=True)
             if plan is not None
         ]
 
     def reset(self) -> None:
         """Forget all sequences, pages and steps in flight, whatever state an interrupted step has left them in."""
         self._in_flight.clear()
-        self._runner.reset()
+        self.runner.reset()
         self.schedulers = tuple(scheduler.renewed() for scheduler in self.schedulers)
 
     def close(self) -> None:
         """Wait for the steps in flight and free the device's memory."""
         self._in_flight.clear()
-        self._runner.close()
+        self.runner.close()
 
-    def _admitted(self, plans: list[StepPlan | None]) -> list[Sequence]:
-        """Return the sequences that the lanes' latest plans admit."""
-        admitted: list[Sequence] = []
-        for scheduler, plan in zip(self.schedulers, plans, strict=True):
-            admitted += [] if plan is None else scheduler.admitted
-        return admitted
-
-    def _add_tick(self, tick: _Tick | None) -> None:
-        """Add a step, or None for a bubble, to the ticks in flight, and count the stages without work."""
+    def _add_tick(self, tick: _Flight | None) -> None:
+        """Add a step, or None for a bubble of a pipeline, to the ticks in flight."""
         self._in_flight.append(tick)
-        num_stages = self._num_stages
-        self.num_stage_ticks += num_stages
-        num_working = sum(tick is not None for tick in itertools.islice(reversed(self._in_flight), num_stages))
-        if num_working < num_stages <= sum(scheduler.num_runnable for scheduler in self.schedulers):
-            self.num_idle_stage_ticks += num_stages - num_working
+        self.num_stage_ticks += self._num_stages
+        if self._num_stages > 1:
+            num_runnable = sum(scheduler.num_runnable for scheduler in self.schedulers)
+            self.num_idle_stage_ticks += num_idle_stages(reversed(self._in_flight), self._num_stages, num_runnable)

@@ -1,17 +1,19 @@
 """State of a running request: its samples, their text and logprobs, and the outputs built from them."""
 
+import collections
 import concurrent.futures
 import dataclasses
 import time
 from typing import Any, NamedTuple
 
-from jaxserve.errors import RequestError
+from jaxserve.errors import RequestError, own_failure
 from jaxserve.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from jaxserve.pooling_params import PoolingParams
+from jaxserve.request import Request
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.endings import shown_end
 from jaxserve.scheduling.plan_draft import ScoredChunk
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.text.detokenizer import Detokenizer
@@ -42,7 +44,7 @@ def sample_entry(
     token: int, row: int, scores: TokenLogprobs, params: SamplingParams, tokenizer: Tokenizer | None
 ) -> dict[int, Logprob]:
     """Return the logprobs of a sampled token, and of ``logprob_token_ids`` or else of the most likely tokens."""
-    tokenizer, skips = tokenizer if params.detokenize else None, params.skip_special_tokens
+    skips = params.skip_special_tokens
     named = params.logprob_token_ids
     if named is None:
         return logprob_entry(token, row, scores, params.logprobs or 0, tokenizer, skips)
@@ -68,136 +70,132 @@ class _Shown(NamedTuple):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Sample:
-    """One of a request's ``n`` completions.
+    """One of a request's ``n`` completions: its sequence, and text and logprobs, made of the tokens when they are read.
 
     Attributes:
-        index: Index of the completion, from 0.
         sequence: Its sequence, owned by the scheduler.
         detokenizer: Its detokenizer; None without text.
-        logprobs: One entry per output token; None if not requested.
+        logprobs: One entry per output token that has been read; None if not requested.
         offsets: Finds where its tokens begin in its text; None without text or logprobs.
-        cumulative_logprob: Sum over the output tokens.
-        last_token_s: Time of its last token, in seconds of ``time.monotonic()``; 0 before the first.
+        scores: Logprobs of each output token that has not been read.
+        cumulative_logprob: Sum over the output tokens that have been read.
         num_returned: Number of output tokens returned in deltas.
         has_returned_reason: Whether a delta has returned its finish reason.
     """
 
-    index: int
     sequence: Sequence
     detokenizer: Detokenizer | None
     logprobs: SampleLogprobs | None
     offsets: TextOffsets | None = None
+    scores: collections.deque[TokenLogprobs] = dataclasses.field(default_factory=collections.deque[TokenLogprobs])
     cumulative_logprob: float = 0.0
-    last_token_s: float = 0.0
     num_returned: int = 0
     has_returned_reason: bool = False
 
-    def shown_tokens(self, tokens: list[int], keeps_stop_token: bool) -> list[int]:
-        """Return the new tokens to detokenize: without a final stop token, unless ``keeps_stop_token``."""
-        sequence = self.sequence
-        ends_in_stop_token = sequence.finish_reason == "stop" and tokens[-1] in sequence.stop_ids
-        return tokens[:-1] if ends_in_stop_token and not keeps_stop_token else tokens
+    def score(self, first: int, scores: TokenLogprobs) -> None:
+        """Keep the logprobs of the newest tokens, which are a step's samples from index ``first`` on."""
+        assert self.logprobs is not None
+        params = self.sequence.request.params
+        width = scores.top.shape[1] if params.logprobs == -1 else params.logprobs or 0
+        num_tracked = len(params.logprob_token_ids or ())
+        for row in range(first, first + self.sequence.num_output_tokens - len(self.logprobs) - len(self.scores)):
+            own = slice(row, row + 1)
+            top = scores.top_ids[own, :width].copy(), scores.top[own, :width].copy()
+            tracked = scores.tracked[own, :num_tracked].copy()
+            self.scores.append(TokenLogprobs(scores.chosen[own].copy(), scores.ranks[own].copy(), *top, tracked))
 
-    def score(
-        self,
-        tokens: list[int],
-        first: int,
-        scores: TokenLogprobs,
-        params: SamplingParams,
-        tokenizer: Tokenizer | None,
-        num_shown: int,
-    ) -> None:
-        """Append the logprobs of new tokens, which are a step's samples from index ``first`` on.
+    def read(self, tokenizer: Tokenizer | None) -> None:
+        """Make the text and the logprobs of the tokens since the last call.
 
         Args:
-            tokens: The new tokens.
-            first: Index of the first one in ``scores``.
-            scores: Logprobs of the step's samples.
-            params: Parameters of the request.
-            tokenizer: Decodes the tokens.
-            num_shown: Number of tokens whose text is in the output; a stop token after them is not.
+            tokenizer: Decodes the tokens of logprobs.
         """
-        assert self.logprobs is not None
-        for index, token in enumerate(tokens):
-            entry = sample_entry(token, first + index, scores, params, tokenizer)
+        sequence, detokenizer, reason = self.sequence, self.detokenizer, self.sequence.finish_reason
+        end = shown_end(sequence, reason)
+        if detokenizer is not None:
+            detokenizer.push_tokens(sequence.token_ids[sequence.num_prompt_tokens + detokenizer.num_tokens : end])
+            if reason is not None:
+                detokenizer.flush()
+        while self.scores:
+            assert self.logprobs is not None
+            position = sequence.num_prompt_tokens + len(self.logprobs)
+            token = sequence.token_ids[position]
+            entry = sample_entry(token, 0, self.scores[0], sequence.request.params, tokenizer)
             if self.offsets is not None:
-                is_shown, own = index < num_shown, entry[token]
-                offset, raw = self.offsets.add(token) if is_shown else (self.offsets.end, b"")
+                own = entry[token]
+                offset, raw = self.offsets.add(token) if position < end else (self.offsets.end, b"")
                 raw = own.token_bytes if raw is None else raw
                 entry[token] = dataclasses.replace(own, text_offset=offset, token_bytes=raw)
             self.logprobs.append(entry)
+            self.scores.popleft()
             self.cumulative_logprob += entry[token].logprob
 
-    def output(self) -> CompletionOutput:
-        """Return the completion so far."""
-        sequence = self.sequence
-        reason = sequence.finish_reason
-        detokenizer = self.detokenizer
-        if detokenizer is not None and reason is not None:
-            detokenizer.flush()
-        logprobs = self.logprobs
-        return CompletionOutput(
-            index=self.index,
-            text="" if detokenizer is None else detokenizer.text,
-            token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
-            cumulative_logprob=None if logprobs is None else self.cumulative_logprob,
-            logprobs=logprobs[:] if logprobs is not None and reason is None else logprobs,
-            finish_reason=reason,
-            stop_reason=sequence.stop_reason,
-        )
+    def output(self, failed: bool = False) -> CompletionOutput:
+        """Return the completion as far as it has been read; ``failed`` if its request has failed."""
+        logprobs, text = self.logprobs, "" if self.detokenizer is None else self.detokenizer.text
+        if logprobs is not None and self.sequence.finish_reason is None:
+            logprobs = logprobs[:]
+        return self._output(0, text, logprobs, failed)
 
-    def take(self) -> CompletionOutput | None:
+    def take(self, failed: bool = False) -> CompletionOutput | None:
         """Return the delta since the last ``take``, or None if it is empty, at the cost of the delta only."""
-        sequence = self.sequence
-        reason = sequence.finish_reason
-        start = sequence.num_prompt_tokens + self.num_returned
-        token_ids = sequence.token_ids[start:]
-        if not token_ids and (reason is None or self.has_returned_reason):
+        start, is_finished = self.num_returned, self.sequence.finish_reason is not None
+        self.num_returned = self.sequence.num_output_tokens
+        if start == self.num_returned and (self.has_returned_reason or not is_finished):
             return None
-        detokenizer = self.detokenizer
-        if detokenizer is not None and reason is not None:
-            detokenizer.flush()
-        logprobs = self.logprobs
-        output = CompletionOutput(
-            index=self.index,
-            text="" if detokenizer is None else detokenizer.take(),
-            token_ids=token_ids,
+        self.has_returned_reason = is_finished
+        text = "" if self.detokenizer is None else self.detokenizer.take()
+        return self._output(start, text, None if self.logprobs is None else self.logprobs[start:], failed)
+
+    def _output(self, start: int, text: str, logprobs: SampleLogprobs | None, failed: bool) -> CompletionOutput:
+        sequence = self.sequence
+        return CompletionOutput(
+            index=sequence.index,
+            text=text,
+            token_ids=sequence.token_ids[sequence.num_prompt_tokens + start :],
             cumulative_logprob=None if logprobs is None else self.cumulative_logprob,
-            logprobs=None if logprobs is None else logprobs[self.num_returned :],
-            finish_reason=reason,
-            stop_reason=sequence.stop_reason,
+            logprobs=logprobs,
+            finish_reason="error" if failed else sequence.finish_reason,
+            stop_reason=None if failed else sequence.stop_reason,
         )
-        self.num_returned += len(token_ids)
-        self.has_returned_reason = reason is not None
-        return output
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class RequestState:
     """A request from submission to its last token.
 
-    Times are in seconds of ``time.monotonic()``, except ``arrival_time`` in seconds of ``time.time()``. ``grammar`` is
-    the compiled structured output. If ``error`` is set, the samples have the finish reason "error". A request with
-    ``pooling`` generates no tokens: it finishes with its ``embedding`` at ``finished_s``, and ``params`` is unused.
-    ``prompt_offsets`` are where the prompt's tokens begin in its text, if prompt logprobs show it.
+    Attributes:
+        request: The request, with parameters that fit the model.
+        prompt_token_ids: The tokens of its prompt.
+        samples: Its completions. A pooling request has one, which gets no tokens.
+        arrival_s: When it arrived; this and other times are in seconds of ``time.monotonic()``.
+        queued_s: When it was prepared.
+        tokenizer: Decodes the tokens of logprobs; None to leave their text out.
+        prompt_logprobs: Logprobs of the prompt as far as computed; None if not requested.
+        prompt_offsets: Where the prompt's tokens begin in its text; None without text or logprobs of the prompt.
+        grammar: The compiled structured output.
+        lane: Index of the scheduler that runs it.
+        first_token_s: When its first token arrived.
+        finished_s: When a pooling request finished.
+        error: Why it failed: then its samples have the finish reason "error".
+        embedding: The vector of a pooling request.
+        is_corrupted: Whether the model's logits or hidden states were unusable.
+        arrival_time: When it arrived, in seconds of ``time.time()``.
     """
 
-    request_id: str
-    prompt: str | None
+    request: Request
     prompt_token_ids: list[int]
-    params: SamplingParams
     samples: list[Sample]
-    lane: int
     arrival_s: float
     queued_s: float
+    tokenizer: Tokenizer | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     prompt_offsets: list[int] | None = None
-    scheduled_s: float | None = None
+    grammar: concurrent.futures.Future[Any] | None = None
+    lane: int = 0
     first_token_s: float | None = None
     finished_s: float | None = None
-    grammar: concurrent.futures.Future[Any] | None = None
     error: RequestError | None = None
-    pooling: PoolingParams | None = None
     embedding: list[float] | None = None
     is_corrupted: bool = False
     arrival_time: float = dataclasses.field(init=False)
@@ -205,6 +203,11 @@ class RequestState:
 
     def __post_init__(self):
         self.arrival_time = time.time() - (time.monotonic() - self.arrival_s)
+
+    @property
+    def request_id(self) -> str:
+        """Name of the request."""
+        return self.request.request_id
 
     def is_finished(self) -> bool:
         """Whether every sample has finished."""
@@ -214,26 +217,46 @@ class RequestState:
         return True
 
     def output(self, with_metrics: bool = False) -> RequestOutput:
-        """Return the output so far, whatever the request's output kind."""
-        return self._output([sample.output() for sample in self.samples], self._prompt_logprobs(), with_metrics)
+        """Return the output so far, whatever the request's output kind.
+
+        Raises:
+            Exception: Its text or logprobs could not be made; after ``error`` is set, the output has what was made.
+        """
+        self._read()
+        outputs = [sample.output(self.error is not None) for sample in self.samples]
+        return self._output(outputs, with_metrics, True)
 
     def next_output(self, with_metrics: bool = False) -> RequestOutput | None:
         """Return the next output of the request's output kind; None if there is none yet.
 
         CUMULATIVE is everything so far; FINAL_ONLY the same, once the request has finished. DELTA is the addition since
         the last call: samples without new tokens are omitted, finish reasons and prompt logprobs are returned once.
+
+        Raises:
+            Exception: As in ``output``.
         """
-        kind = self.params.output_kind
+        kind = self.request.params.output_kind
+        if kind is RequestOutputKind.FINAL_ONLY and not self.is_finished():
+            return None
         if kind is not RequestOutputKind.DELTA:
-            return (
-                None if kind is RequestOutputKind.FINAL_ONLY and not self.is_finished() else self.output(with_metrics)
-            )
-        outputs = [output for sample in self.samples if (output := sample.take()) is not None]
+            return self.output(with_metrics)
+        self._read()
+        failed = self.error is not None
+        outputs = [output for sample in self.samples if (output := sample.take(failed)) is not None]
         if not outputs:
             return None
-        prompt_logprobs = None if self._has_returned_prompt else self._prompt_logprobs()
-        self._has_returned_prompt = True
-        return self._output(outputs, prompt_logprobs, with_metrics)
+        is_first, self._has_returned_prompt = not self._has_returned_prompt, True
+        return self._output(outputs, with_metrics, is_first)
+
+    def _read(self) -> None:
+        """Make the text and logprobs of new tokens."""
+        for sample in self.samples:
+            try:
+                sample.read(self.tokenizer)
+            except BaseException as error:
+                failure = own_failure(error)
+                if self.error is None:
+                    raise failure from error
 
     def metrics(self) -> RequestMetrics:
         """Return the counts and times so far."""
@@ -242,9 +265,9 @@ class RequestState:
             num_generation_tokens=sum(sample.sequence.num_output_tokens for sample in self.samples),
             arrival_time=self.arrival_time,
             queued_ts=self.queued_s,
-            scheduled_ts=self.scheduled_s or 0.0,
+            scheduled_ts=self.samples[0].sequence.scheduled_s,
             first_token_ts=first_token_s or 0.0,
-            last_token_ts=max(sample.last_token_s for sample in self.samples),
+            last_token_ts=max(sample.sequence.last_token_s for sample in self.samples),
             first_token_latency=0.0 if first_token_s is None else first_token_s - self.arrival_s,
             is_corrupted=self.is_corrupted,
         )
@@ -255,35 +278,27 @@ class RequestState:
         count = self.samples[0].sequence.num_cached_tokens
         return None if count < 0 else count
 
-    def note_scheduled(self, now: float) -> None:
-        """Set the time of the first step, unless it is set."""
-        if self.scheduled_s is None:
-            self.scheduled_s = now
-
-    def add_prompt_logprobs(self, chunk: ScoredChunk, scores: TokenLogprobs, tokenizer: Tokenizer | None) -> None:
+    def add_prompt_logprobs(self, chunk: ScoredChunk, scores: TokenLogprobs) -> None:
         """Add the logprobs of the prompt tokens after each token of a chunk."""
         assert self.prompt_logprobs is not None
-        count = self.params.prompt_logprobs or 0
-        tokenizer = tokenizer if self.params.detokenize else None
+        count = self.request.params.prompt_logprobs or 0
         for i, target in enumerate(chunk.targets):
             if target >= 0:
-                entry, position = logprob_entry(target, chunk.first + i, scores, count, tokenizer), chunk.start + i + 1
+                entry, position = (
+                    logprob_entry(target, chunk.first + i, scores, count, self.tokenizer),
+                    chunk.start + i + 1,
+                )
                 if self.prompt_offsets:
                     entry[target] = dataclasses.replace(entry[target], text_offset=self.prompt_offsets[position])
                 self.prompt_logprobs[position] = entry
 
-    def _prompt_logprobs(self) -> PromptLogprobs | None:
-        entries = self.prompt_logprobs
-        if entries is None or not self.params.flat_logprobs:
-            return entries
-        return FlatLogprobs.of(entries)
-
-    def _output(
-        self, outputs: list[CompletionOutput], prompt_logprobs: PromptLogprobs | None, with_metrics: bool
-    ) -> RequestOutput:
+    def _output(self, outputs: list[CompletionOutput], with_metrics: bool, with_prompt_logprobs: bool) -> RequestOutput:
+        prompt_logprobs: PromptLogprobs | None = self.prompt_logprobs if with_prompt_logprobs else None
+        if prompt_logprobs is not None and self.request.params.flat_logprobs:
+            prompt_logprobs = FlatLogprobs.of(prompt_logprobs)
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self.prompt,
+            prompt=self.request.text,
             prompt_token_ids=self.prompt_token_ids,
             outputs=outputs,
             finished=self.is_finished(),

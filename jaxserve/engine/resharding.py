@@ -191,8 +191,8 @@ class PreparedReshard:
         moves = move_cache(old, new, pages)
         self._write_pages(runners, moves, pages, contents)
         engine.replace_replicas(replicas)
-        lanes = {sequence.sequence_id: scheduler for scheduler in new for sequence in scheduler.waiting}
-        lost = [n - lanes[s.sequence_id].pages.num_cached_tokens(s) for s, n in running if s.finish_reason is None]
+        lanes = {sequence: scheduler for scheduler in new for sequence in scheduler.waiting}
+        lost = [n - lanes[s].pages.num_cached_tokens(s) for s, n in running if s.finish_reason is None]
         return _Moved(
             warm_up_s=warm_up_s,
             weight_bytes=sum(sharded.weight_bytes * sharded.mesh.devices.size for sharded in self._plan.models),

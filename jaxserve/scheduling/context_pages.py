@@ -4,7 +4,7 @@ The device runs steps in the order they are planned, so a page counts as written
 planned. Later steps, and later rows of the same step, may read it: a layer writes all its keys and values before it
 attends. Page copies run before their step, so their sources must be pages of earlier steps (``PrefixCache.settle``).
 In a pipeline, all this holds within each stage, which has the pages of its own layers and runs the plans in order.
-Steps in flight for a finished sequence write only past the tokens in the cache, because a context never shrinks.
+Steps in flight for a finished sequence write past the tokens in the cache, because no context shrinks while it runs.
 
 A model may have several page tables (``KVLayout``); a context has pages for the same tokens in each. In a table with a
 sliding window, a sequence frees the pages that none of its next tokens can see, and a context is cached if the pages
@@ -12,7 +12,7 @@ within the window are. The freed entries of the table are masked, and point to a
 other request's values can be read.
 
 Only tokens known to the host enter the cache, not those that steps in flight may have written after them
-(``num_computed`` counts both). A rollback removes the dropped tokens from the cache.
+(``num_computed`` counts both).
 """
 
 import dataclasses
@@ -113,9 +113,9 @@ class ContextCache:
         """Return the length, in tokens, at which the next page of a sequence is full."""
         return (sequence.num_registered_pages + 1) * self._page_size
 
-    def forget(self, sequence: Sequence, start: int = 0) -> None:
-        """Remove the pages that a sequence computed itself from position ``start`` on from the cache."""
-        first = max(sequence.num_cached_tokens, start) // self._page_size
+    def forget(self, sequence: Sequence) -> None:
+        """Remove the pages that a sequence computed itself from the cache."""
+        first = max(sequence.num_cached_tokens, 0) // self._page_size
         for index in range(first, len(sequence.page_keys)):
             content = self._content(sequence, index)
             for tag in self._tags:
@@ -298,13 +298,6 @@ class ContextPages:
         sequence.num_registered_pages = 0
         sequence.num_computed = 0
         sequence.decode_limit = 0
-
-    def truncate(self, sequence: Sequence, length: int) -> None:
-        """Drop a sequence's tokens from position ``length`` on, and remove pages that hold any from the cache."""
-        self.cache.forget(sequence, length)
-        del sequence.token_ids[length:]
-        del sequence.page_keys[1 + length // self._page_size :]
-        sequence.next_check = 0
 
     def _count(self, sequence: Sequence) -> None:
         """Count the cache hits of a prompt when its sequence is first admitted."""

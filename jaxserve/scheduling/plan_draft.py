@@ -1,10 +1,12 @@
 """Builds a step plan, and holds what the scheduler keeps of it until the step completes."""
 
+from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from jaxserve.errors import own_failure
+from jaxserve.scheduling.endings import constraint_failure
 from jaxserve.scheduling.plan import ChunkPooling, ChunkTargets, PageCopy, PageGrant, SlotMask, SlotSetup, StepPlan
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import Constraint, Sequence
 
 
 class ScoredChunk(NamedTuple):
@@ -27,20 +29,24 @@ class Completion(NamedTuple):
     """Results of a step for the sequences that had not finished before.
 
     Attributes:
-        sampled: Each sequence with new tokens, the index of its first sample in the step, and the tokens.
-        failed: Sequences for which sampling failed; they have finished with the reason "error".
+        rows: The sequence of each row, also if it had finished before.
+        first_samples: Index of each row's first sample in the step.
+        sampled: Sequences with new tokens.
+        previous_s: The time of the previous token of each of them; 0 if there was none.
+        num_tokens: Number of their new tokens.
         scored: Rows with prompt logprobs.
         pooled: Each sequence that finished because its pooling is complete, and the index of its row.
-        has_drafts: Whether sequences may have several new tokens.
-        broken: Sequences whose rows could not be built; they have finished with the reason "error" and their ``error``.
+        finished: Other sequences that finished. The reason is "error" without an ``error`` if sampling failed.
     """
 
-    sampled: list[tuple[Sequence, int, list[int]]]
-    failed: list[Sequence]
+    rows: list[Sequence]
+    first_samples: Items[int]
+    sampled: list[Sequence]
+    previous_s: list[float]
+    num_tokens: int
     scored: list[ScoredChunk]
     pooled: list[tuple[Sequence, int]]
-    has_drafts: bool
-    broken: list[Sequence]
+    finished: list[Sequence]
 
 
 class SequenceError(NamedTuple):
@@ -56,12 +62,6 @@ class Flight(NamedTuple):
     number: int
     sequences: list[Sequence]
     errors: list[SequenceError]
-
-    def drop(self, sequence: Sequence) -> None:
-        """Ignore the step's results for a sequence."""
-        for row, other in enumerate(self.sequences):
-            if other is sequence:
-                self.sequences[row] = _DROPPED
 
     def scored(self, plan: StepPlan) -> list[ScoredChunk]:
         """Return ``Completion.scored`` of a step."""
@@ -123,41 +123,36 @@ class PlanDraft:
         """Add page table updates."""
         self.plan.grants += grants
 
-    def add_mask(self, sequence: Sequence) -> Exception | None:
+    def add_mask(self, slot: int, constraint: Constraint) -> Exception | None:
         """Add the token mask of a constrained sequence; return the exception if its constraint fails, else None."""
-        if sequence.constraint is None:
-            return None
         try:
-            words = sequence.constraint.mask()
+            words = constraint.mask()
         except BaseException as error:  # a failing constraint must not stop the other sequences
-            return own_failure(error)
+            return constraint_failure(error)
         if words is not None:
-            self.plan.masks.append(SlotMask(sequence.slot, words))
+            self.plan.masks.append(SlotMask(slot, words))
         return None
 
     def add_chunk(self, sequence: Sequence, end: int) -> bool:
         """Add a row of a sequence's known tokens up to position ``end``; return whether it samples."""
         start = sequence.num_computed
-        samples = end == len(sequence.token_ids) and sequence.pooling is None
+        samples = end == len(sequence.token_ids) and sequence.request.pooling is None
         row = self.plan.num_rows
         self.plan.add_row(sequence.slot, start, sequence.token_ids[start:end], int(samples))
         self.sequences.append(sequence)
-        try:
-            self.plan.targets += _targets(sequence, end, row)
-            self.plan.pooling += _chunk_pooling(sequence, end, row)
-        except BaseException as error:
-            self.fail(sequence, error)
+        if sequence.request.pooling is not None or sequence.request.params.prompt_logprobs is not None:
+            try:
+                self.plan.targets += _targets(sequence, end, row)
+                self.plan.pooling += _chunk_pooling(sequence, end, row)
+            except BaseException as error:
+                self.fail(sequence, error)
         return samples
-
-
-_DROPPED = Sequence("", [], 0, 0, finish_reason="abort")
-"""Placeholder for a sequence that ignores a step's results."""
 
 
 def _targets(sequence: Sequence, end: int, row: int) -> list[ChunkTargets]:
     """Return the tokens whose logprobs a chunk up to position ``end`` computes, if any."""
     start = sequence.num_computed
-    if not sequence.wants_prompt_logprobs or start >= sequence.num_prompt_tokens:
+    if sequence.request.params.prompt_logprobs is None or sequence.index or start >= sequence.num_prompt_tokens:
         return []
     following = sequence.token_ids[start + 1 : min(end + 1, sequence.num_prompt_tokens)]
     return [ChunkTargets(row, following + [-1] * (end - start - len(following)))]
@@ -165,9 +160,9 @@ def _targets(sequence: Sequence, end: int, row: int) -> list[ChunkTargets]:
 
 def _chunk_pooling(sequence: Sequence, end: int, row: int) -> list[ChunkPooling]:
     """Return what a chunk up to position ``end`` adds to the sum, if anything: its last token or all tokens."""
-    if sequence.pooling is None:
+    if sequence.request.pooling is None:
         return []
     start, is_last = sequence.num_computed, end == len(sequence.token_ids)
-    if sequence.pooling == "last":
+    if sequence.request.pooling.pooling == "last":
         return [ChunkPooling(row, 1, True, True)] if is_last else []
     return [ChunkPooling(row, end - start, start == 0, is_last)]

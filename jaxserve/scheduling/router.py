@@ -13,6 +13,8 @@ def choose_scheduler(schedulers: collections.abc.Sequence[Scheduler], sequence: 
     with the longest cached prefix, in full pages, is chosen; of equal ones the least loaded, then the first. Nothing is
     looked up if there is one candidate.
     """
+    if len(schedulers) == 1:
+        return 0
     loads = [scheduler.num_unfinished for scheduler in schedulers]
     least = min(loads)
     candidates = [i for i, load in enumerate(loads) if load - least <= schedulers[i].limits.max_num_seqs // 4]

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from jaxserve.outputs import FinishReason
 from jaxserve.scheduling.context_pages import ContextPages
 from jaxserve.scheduling.drafts import DraftProposer, add_drafts, drop_rejected
-from jaxserve.scheduling.endings import find_ending
+from jaxserve.scheduling.endings import Ending, find_ending, find_stop_string
 from jaxserve.scheduling.microbatches import Microbatches
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
-from jaxserve.scheduling.plan_draft import Completion, Flight, PlanDraft
+from jaxserve.scheduling.plan_draft import Completion, Flight, PlanDraft, ScoredChunk
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -64,7 +64,7 @@ class SequenceQueues:
 
 
 def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.priority, sequence.arrival
+    return sequence.request.priority, sequence.arrival
 
 
 class Scheduler:
@@ -110,11 +110,14 @@ class Scheduler:
             self._queues.set_arrival(added)
         self._queues.enqueue(sequence)
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, now: float = 0.0) -> StepPlan | None:
         """Plan the next step; return None if nothing can run now: a bubble, if the pipeline has several stages.
 
         Sequences may be runnable later: once a step in flight completes or, with several stages, in one of the next
         plans. Call the schedulers of a replica equally often: they number their plans by calls.
+
+        Args:
+            now: Time in seconds of ``time.monotonic()``.
         """
         self.allocator.cache.settle()
         turn = self._microbatches.next_turn(self.running, len(self.waiting))
@@ -130,7 +133,7 @@ class Scheduler:
             budget -= self._schedule_chunk(self.running[0], budget, draft)
         self.admitted = []
         if not draft.preempts:
-            self._admit(budget, draft)
+            self._admit(budget, draft, now)
             if self.proposer is not None and not add_drafts(draft, num_decodes, self.proposer, self.limits, self.pages):
                 self.proposer = None
         self.num_runnable = turn.num_runnable + len(self.admitted)
@@ -141,77 +144,66 @@ class Scheduler:
         return plan
 
     def complete(
-        self, plan: StepPlan, tokens: list[list[int]], errors: Iterable[tuple[int, Exception]] = ()
+        self, plan: StepPlan, tokens: list[list[int]], errors: Iterable[tuple[int, Exception]] = (), now: float = 0.0
     ) -> Completion:
-        """Append the tokens that a step sampled, and free the pages of sequences that finish.
+        """Append the tokens that a step sampled, and finish the sequences that end with them.
 
         Args:
             plan: Plan of the oldest step in flight.
             tokens: Tokens of each row; empty if the row does not sample, or if sampling failed.
             errors: Rows that could not be built, each with the reason.
+            now: Time of the tokens, in seconds of ``time.monotonic()``.
         """
         flight = self._in_flight.popleft()
         assert flight.number == plan.number, f"step {plan.number} completed, step {flight.number} expected"
-        sampled: list[tuple[Sequence, int, list[int]]] = []
-        has_drafts = plan.has_drafts
-        broken = self._end_broken([*flight.errors, *((flight.sequences[row], error) for row, error in errors)])
-        pooled = self._end_pooled(flight.pooled(plan))
-        completion = Completion(sampled, [], flight.scored(plan), pooled, has_drafts, broken)
-        if has_drafts:
+        rows, sampled, previous_s, num_more = flight.sequences, list[Sequence](), list[float](), 0
+        scored, pooled, finished = list[ScoredChunk](), list[tuple[Sequence, int]](), list[Sequence]()
+        for sequence, error in (*flight.errors, *((rows[row], error) for row, error in errors)):
+            if sequence.finish_reason is None:
+                self._end(sequence, Ending("error", error=error), finished)
+        if plan.pooling or plan.targets:
+            scored, pooled = flight.scored(plan), self._end_pooled(flight.pooled(plan))
+        if plan.has_drafts:
             drop_rejected(plan, flight, tokens, self.pages)
-        rows = zip(plan.first_samples, plan.num_samples, flight.sequences, tokens, strict=True)
-        for first, num_samples, sequence, new in rows:
-            if len(new) == 1 and sequence.finish_reason is None:
-                token, token_ids = new[0], sequence.token_ids
-                if len(token_ids) + 1 < sequence.next_check and token not in sequence.stop_ids:  # the common case
-                    sequence.num_pending -= 1
-                    token_ids.append(token)
-                    sampled.append((sequence, first, new))
-                    continue
+        for sequence, num_samples, new in zip(rows, plan.num_samples, tokens, strict=True):
             if not num_samples or sequence.finish_reason is not None:
                 continue
-            sequence.num_pending -= len(new) or 1
-            if new:
-                sampled.append((sequence, first, self._append(sequence, new)))
+            if not new:
+                sequence.num_pending -= 1
+                self._end(sequence, Ending("error", error=sequence.error), finished)
+                continue
+            sampled.append(sequence)
+            previous_s.append(sequence.last_token_s)
+            sequence.last_token_s = now
+            sequence.num_pending -= len(new)
+            token, token_ids = new[0], sequence.token_ids
+            if len(new) == 1 and len(token_ids) + 1 < sequence.next_check and token not in sequence.stop_ids:
+                token_ids.append(token)
+                if sequence.stop_strings is not None:
+                    self._end(sequence, find_stop_string(sequence, 1, None), finished)
             else:
-                completion.failed.append(sequence)
-        for sequence in completion.failed:
-            self.finish(sequence, "error")
-        return completion
+                num_before = len(token_ids)
+                self._end(sequence, self._append(sequence, new), finished)
+                num_more += len(token_ids) - num_before - 1
+        return Completion(
+            rows, plan.first_samples, sampled, previous_s, len(sampled) + num_more, scored, pooled, finished
+        )
 
-    def finish(
-        self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None, *, replaces: bool = False
-    ) -> None:
+    def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Finish a waiting or running sequence and free its slot and pages.
 
-        A finished sequence keeps its first reason unless ``replaces``: a last token may both reach ``max_length`` and
-        complete a stop string. Its pages stay in the prefix cache unless the reason is "error", which removes them even
-        if the sequence had finished before.
+        A finished sequence keeps its reason. Its pages stay in the prefix cache unless the reason is "error", which
+        removes them even if the sequence had finished before.
         """
         if reason == "error":
             self.pages.cache.forget(sequence)
-        is_first = sequence.finish_reason is None
-        if is_first or replaces:
-            sequence.finish_reason, sequence.stop_reason = reason, stop_reason
-        if not is_first:
+        if sequence.finish_reason is not None:
             return
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         self.pages.release(sequence)
         self._queues.remove(sequence)
-        self._queues.enqueue(*sequence.release_followers())
-
-    def rollback(self, sequence: Sequence, length: int) -> None:
-        """Truncate a sequence to its first ``length`` tokens and ignore the results of its steps in flight.
-
-        An unfinished sequence is requeued as if preempted. ``length`` must include the prompt, and the sequence must
-        not have a constraint, because constraints cannot be rolled back.
-        """
-        assert sequence.num_prompt_tokens <= length <= len(sequence.token_ids) and sequence.constraint is None
-        for flight in self._in_flight:
-            flight.drop(sequence)
-        self.pages.truncate(sequence, length)
-        sequence.num_pending = 0
-        if sequence.slot >= 0:
-            self._requeue(sequence)
+        if sequence.followers:
+            self._queues.enqueue(*sequence.release_followers())
 
     def requeue_all(self) -> None:
         """Requeue every running sequence, as if preempted; no step may be in flight."""
@@ -239,16 +231,6 @@ class Scheduler:
             self.pages.num_queried_tokens += other.pages.num_queried_tokens
             self.pages.num_hit_tokens += other.pages.num_hit_tokens
 
-    def _end_broken(self, errors: Iterable[tuple[Sequence, Exception]]) -> list[Sequence]:
-        """Finish sequences whose row could not be built; return those that had not finished before."""
-        broken: list[Sequence] = []
-        for sequence, error in errors:
-            if sequence.finish_reason is None:
-                sequence.error = error
-                self.finish(sequence, "error")
-                broken.append(sequence)
-        return broken
-
     def _end_pooled(self, pooled: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Finish sequences whose pooling is complete; return those that had not finished before, and their rows."""
         finished = [(sequence, row) for sequence, row in pooled if sequence.finish_reason is None]
@@ -257,26 +239,32 @@ class Scheduler:
             self.finish(sequence, "stop")
         return finished
 
-    def _append(self, sequence: Sequence, tokens: list[int]) -> list[int]:
-        """Append tokens and check each for an ending; return those up to the one that finishes the sequence."""
-        token_ids, stop_ids, cache = sequence.token_ids, sequence.stop_ids, self.pages.cache
-        num_kept = len(tokens)
-        for count, token in enumerate(tokens, 1):
+    def _end(self, sequence: Sequence, ending: Ending | None, finished: list[Sequence]) -> None:
+        """Finish a sequence and add it to ``finished``, unless ``ending`` is None."""
+        if ending is not None:
+            sequence.error = ending.error
+            self.finish(sequence, ending.reason, ending.stop_reason)
+            finished.append(sequence)
+
+    def _append(self, sequence: Sequence, tokens: list[int]) -> Ending | None:
+        """Append tokens up to the one that finishes the sequence; return how it does, or None if it continues."""
+        token_ids, cache, ending, num_before = sequence.token_ids, self.pages.cache, None, len(sequence.token_ids)
+        for token in tokens:
             token_ids.append(token)
-            if len(token_ids) < sequence.next_check and token not in stop_ids:
-                continue
-            ending = find_ending(sequence, token)
-            if ending is not None:
-                sequence.error = ending.error
-                self.finish(sequence, ending.reason, ending.stop_reason)
-                num_kept = count
-                break
+            if len(token_ids) >= sequence.next_check or token in sequence.stop_ids:
+                ending = find_ending(sequence, token)
+                if ending is not None:
+                    break
+        if sequence.stop_strings is not None:
+            ending = find_stop_string(sequence, len(token_ids) - num_before, ending)
+        if ending is None:
             if sequence.slot >= 0:
                 cache.register(sequence, len(token_ids) - 1)
-            if sequence.constraint is None and sequence.repetition is None:
+            if sequence.constraint is None and sequence.request.params.repetition_detection is None:
                 sequence.next_check = min(sequence.max_length, cache.next_page_end(sequence) + 1)
-        self._queues.enqueue(*sequence.release_followers())
-        return tokens[:num_kept]
+            if sequence.followers:
+                self._queues.enqueue(*sequence.release_followers())
+        return ending
 
     def _schedule_decodes(self, due: list[Sequence], draft: PlanDraft) -> None:
         """Add a row for each sequence that is due and can decode, in order."""
@@ -309,7 +297,8 @@ class Scheduler:
             return False
         if sequence.num_computed >= sequence.decode_limit and not self._grow(sequence, draft):
             return False
-        sequence.error = draft.add_mask(sequence)
+        if constraint is not None:
+            sequence.error = draft.add_mask(sequence.slot, constraint)
         return True
 
     def _grow(self, sequence: Sequence, draft: PlanDraft) -> bool:
@@ -335,13 +324,14 @@ class Scheduler:
         self.pages.cache.register(sequence, end, with_last=samples)
         if samples:
             self.pages.update_decode_limit(sequence)
-            sequence.error = draft.add_mask(sequence)
+            if sequence.constraint is not None:
+                sequence.error = draft.add_mask(sequence.slot, sequence.constraint)
         if end == len(sequence.token_ids):
             sequence.num_pending += 1
             draft.num_members += 1
         return end - start
 
-    def _admit(self, budget: int, draft: PlanDraft) -> None:
+    def _admit(self, budget: int, draft: PlanDraft, now: float) -> None:
         """Admit waiting sequences in order while slots, rows, tokens and pages last."""
         while self.waiting and budget > 0 and self._queues.has_free_slot and draft.has_room(is_member=True):
             sequence = self.waiting[0]
@@ -352,6 +342,7 @@ class Scheduler:
                 return
             self._queues.start_first()
             self.admitted.append(sequence)
+            sequence.scheduled_s = sequence.scheduled_s or now
             draft.add_setup(sequence, copies)
             num_members = draft.num_members + 1
             budget -= self._schedule_chunk(sequence, budget, draft)

@@ -7,9 +7,8 @@ import dataclasses
 from typing import Protocol, runtime_checkable
 
 from jaxserve.outputs import FinishReason
-from jaxserve.pooling_params import Pooling
+from jaxserve.request import Request
 from jaxserve.scheduling.plan import Sampling
-from jaxserve.structured_params import RepetitionDetectionParams
 
 
 @runtime_checkable
@@ -26,6 +25,20 @@ class Constraint(Protocol):
 
     def accept(self, token: int) -> bool:
         """Advance by the next token; return whether it completes the output."""
+        ...
+
+
+@runtime_checkable
+class StopStrings(Protocol):
+    """Text of a sequence that has stop strings."""
+
+    def push_tokens(self, token_ids: list[int], /) -> tuple[str, int] | None:
+        """Detokenize the next tokens.
+
+        Returns:
+            The stop string that they complete, and the number of output tokens up to the one that completed it; None
+            if they complete none.
+        """
         ...
 
 
@@ -54,21 +67,18 @@ class Sequence:
     """State of a request, or of one of its ``n`` samples.
 
     Attributes:
-        sequence_id: Unique name.
+        request: The request.
         token_ids: The prompt and the output tokens known to the host.
         num_prompt_tokens: Length of the prompt.
         max_length: Length, prompt included, at which the sequence finishes.
+        index: Index among the samples of the request.
         sampling: Sampling parameters.
         stop_ids: Stop tokens, each with the stop reason to report.
-        min_length: Length, prompt included, below which only ``max_length`` finishes the sequence.
-        wants_prompt_logprobs: Whether to compute logprobs of the prompt.
-        priority: Sequences of lower priority values run first; used with priority scheduling.
         arrival: Order of arrival; set by the scheduler.
         cache_root: Start of the prefix cache keys; sequences with the same root share pages.
         reads_cache: Whether cached pages of other sequences may be used.
         constraint: Structured output, if requested.
-        repetition: Repetition detection, if requested.
-        pooling: How hidden states of the prompt are pooled; None to generate tokens.
+        stop_strings: Text so far, if the request has stop strings; other text is made when it is read.
         followers: Further samples of the same prompt; the scheduler enqueues them once this one's prompt is computed.
         num_cached_tokens: Prompt tokens found in the prefix cache when first admitted; -1 before.
         slot: Slot on the device; -1 while waiting.
@@ -84,24 +94,23 @@ class Sequence:
         finish_reason: Why the sequence finished; None before.
         stop_reason: The stop string or stop token that finished the sequence; None for an end-of-sequence token.
         num_preemptions: Number of times the sequence was preempted.
-        error: The exception of a failed constraint, which finishes the sequence.
+        error: The exception that fails the sequence: of its constraint, its stop strings, or of building its row.
+        scheduled_s: Time of the plan that first admitted it, in seconds of ``time.monotonic()``; 0 before.
+        last_token_s: Time of its latest token, in seconds of ``time.monotonic()``; 0 before the first.
     """
 
-    sequence_id: str
+    request: Request
     token_ids: list[int]
     num_prompt_tokens: int
     max_length: int
+    index: int = 0
     sampling: Sampling = Sampling()
     stop_ids: dict[int, int | None] = dataclasses.field(default_factory=dict[int, int | None])
-    min_length: int = 0
-    wants_prompt_logprobs: bool = False
-    priority: int = 0
     arrival: int = 0
     cache_root: bytes = b""
     reads_cache: bool = True
     constraint: Constraint | None = None
-    repetition: RepetitionDetectionParams | None = None
-    pooling: Pooling | None = None
+    stop_strings: StopStrings | None = None
     followers: list["Sequence"] = dataclasses.field(default_factory=list["Sequence"])
     num_cached_tokens: int = -1
     slot: int = -1
@@ -118,11 +127,18 @@ class Sequence:
     stop_reason: int | str | None = None
     num_preemptions: int = 0
     error: Exception | None = None
+    scheduled_s: float = 0.0
+    last_token_s: float = 0.0
 
     @property
     def num_output_tokens(self) -> int:
         """Number of output tokens known to the host."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def min_length(self) -> int:
+        """Length, prompt included, below which only ``max_length`` finishes the sequence."""
+        return self.num_prompt_tokens + self.request.params.min_tokens
 
     def release_followers(self) -> list["Sequence"]:
         """Remove and return the followers that can start, once this sequence has a token or has finished.

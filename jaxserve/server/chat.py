@@ -1,6 +1,5 @@
 """Conversations in the HTTP and gRPC APIs: tools, template variables, and completions parsed into messages."""
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from jaxserve.parsers import (
 )
 from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
 from jaxserve.request import Request
-from jaxserve.server.frontend import Frontend, ParserNames, sampling_params
+from jaxserve.server.frontend import Frontend, sampling_params
 from jaxserve.server.settings import ServerConfig
 
 MAX_VARIABLES = 64
@@ -77,89 +76,6 @@ def _bounded_json(name: str, value: dict[str, Any]) -> dict[str, Any]:
     return json.loads(written, parse_int=whole)
 
 
-@dataclasses.dataclass(frozen=True)
-class ToolUse:
-    """The tools of a request, checked.
-
-    Attributes:
-        tools: In OpenAI's form; None if there are none.
-        choice: ``none``, ``auto``, ``required`` or the object that names a function.
-        schema: The JSON schema that constrains the completion (``structured_outputs.json``); None if nothing does.
-        can_be_parallel: Whether the model may call several functions at once.
-        has_special_markers: Whether the completion can only be parsed with its special tokens.
-        banned_words: Texts that the model must not write, because they start calls that ``schema`` does not constrain.
-    """
-
-    tools: tuple[Mapping[str, Any], ...] | None = None
-    choice: str | Mapping[str, Any] = "none"
-    schema: Mapping[str, Any] | None = None
-    can_be_parallel: bool = True
-    has_special_markers: bool = False
-    banned_words: tuple[str, ...] = ()
-
-    def sampling_fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of ``SamplingParams`` that the tools ask for.
-
-        Args:
-            given: The request's own values of these fields.
-
-        Raises:
-            RequestError: The tool choice and the request both constrain the completion.
-        """
-        found: dict[str, Any] = {}
-        if self.has_special_markers or (self.choice == "auto" and given.get("skip_special_tokens") is None):
-            found["skip_special_tokens"] = False  # the markers of calls may be special tokens
-        if self.schema is not None:
-            if given.get("structured_outputs") is not None:
-                message = (
-                    "a tool_choice that forces a call cannot be given together with structured_outputs or a format"
-                )
-                raise RequestError(message, parameter="tool_choice", value=self.choice)
-            found["structured_outputs"] = {"json": dict(self.schema)}
-            if self.banned_words:
-                found["bad_words"] = [*(given.get("bad_words") or ()), *self.banned_words]
-        return found
-
-
-def check_tools(
-    frontend: Frontend,
-    tools: Sequence[Mapping[str, Any]] | None,
-    choice: str | Mapping[str, Any] | None,
-    can_be_parallel: bool | None = None,
-) -> ToolUse:
-    """Check the tools of a request and its choice among them.
-
-    Args:
-        frontend: Knows the server's parsers and settings.
-        tools: In OpenAI's form; None or empty if there are none.
-        choice: ``tool_choice``; None means ``auto`` if there are tools.
-        can_be_parallel: ``parallel_tool_calls``; None means True.
-
-    Raises:
-        RequestError: A wrong form, a choice without tools, or ``auto`` on a server that cannot parse calls.
-    """
-    schemas = parameter_schemas(tools or ())
-    names = frontend.parsers
-    reasoning = None if names.reasoning is None else reasoning_parser(names.reasoning)
-    is_special = reasoning is not None and reasoning.has_special_markers
-    if not tools:
-        if choice not in (None, "none"):
-            message = "When using `tool_choice`, `tools` must be set."
-            raise RequestError(message, parameter="tool_choice", value=choice)
-        return ToolUse(has_special_markers=is_special)
-    chosen = "auto" if choice is None else choice
-    if isinstance(chosen, str) and chosen not in ("none", "auto", "required"):
-        message = 'Invalid value for `tool_choice`: only a named tool, "none", "auto" or "required" are supported.'
-        raise RequestError(message, parameter="tool_choice", value=chosen)
-    chosen_function(chosen, schemas)
-    if chosen == "auto" and not (frontend.config.enable_auto_tool_choice and names.tools):
-        message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
-        raise RequestError(message, parameter="tool_choice", value=chosen)
-    schema = tool_choice_schema(tools, chosen, can_be_parallel)
-    banned = reasoning.call_texts if reasoning is not None and schema is not None else ()
-    return ToolUse(tuple(tools), chosen, schema, can_be_parallel is not False, is_special, banned)
-
-
 def chat_arguments(config: ServerConfig, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``Request.chat`` for the fields of a conversation, checked and in OpenAI's form.
 
@@ -205,52 +121,72 @@ def chat_request(
         RequestError: A wrong value.
         UnavailableError: The engine is not ready.
     """
-    tools = check_tools(frontend, fields.get("tools"), fields.get("tool_choice"), fields.get("parallel_tool_calls"))
-    params = sampling_params(frontend.info, {**given, **tools.sampling_fields(given)}, is_chat=True)
+    parser = ChatParser(frontend, fields)
+    params = sampling_params(frontend.info, {**given, **parser.sampling_fields(given)}, is_chat=True)
     request = Request(chat=chat_arguments(frontend.config, fields), params=params, **more)
-    return request, ChatParser(
-        frontend.parsers,
-        tools,
-        include_reasoning=fields.get("include_reasoning", True),
-        is_constrained=params.structured_outputs is not None,
-        last=request.last_message,
-    )
+    parser.note_request(request)
+    return request, parser
 
 
 class ChatParser:
-    """Parses the completions of a conversation into messages, streamed or whole.
+    """Checks the tools of a conversation, and parses its completions into messages, streamed or whole.
 
-    Call ``begin`` once, before the first ``feed``.
+    Call ``note_request`` and ``begin`` once, before the first ``feed``.
 
     Args:
-        names: The server's parsers.
-        use: The request's tools.
-        include_reasoning: Whether to return the reasoning; it is never part of the content.
-        is_constrained: Whether a grammar constrains the completion after the reasoning.
-        last: The last message of the conversation; None if it is not known.
+        frontend: Knows the server's parsers and settings.
+        fields: The conversation, in OpenAI's form.
+
+    Raises:
+        RequestError: A wrong form, a choice without tools, or ``auto`` on a server that cannot parse calls.
     """
 
-    def __init__(
-        self,
-        names: ParserNames,
-        use: ToolUse,
-        *,
-        include_reasoning: bool = True,
-        is_constrained: bool = False,
-        last: LastMessage | None = None,
-    ):
-        self._names = names
-        self._use = use
-        self._include_reasoning = include_reasoning
-        self._reasoning = names.reasoning
-        if is_constrained and names.reasoning is not None:
-            self._reasoning = leading_reasoning(names.reasoning)
-        self._last = last
+    def __init__(self, frontend: Frontend, fields: Mapping[str, Any]):
+        self._names = frontend.parsers
+        self._tools: Sequence[Mapping[str, Any]] = fields.get("tools") or ()
+        self._choice = self._checked_choice(frontend.config, fields.get("tool_choice"))
+        self._can_be_parallel = fields.get("parallel_tool_calls") is not False
+        self._include_reasoning = fields.get("include_reasoning", True)
+        self._reasoning = self._names.reasoning
+        self._last: LastMessage | None = None
         self._starts_inside: bool | None = None
         self._starts_in_line = False
         self._parsers: dict[int, MessageParser] = {}
-        self._is_plain = self._reasoning is None and use.choice == "none"
+        self._is_plain = self._reasoning is None and self._choice == "none"
         self._plain_texts: dict[int, list[str]] = {}
+
+    def sampling_fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of ``SamplingParams`` that the tools and parsers ask for.
+
+        Args:
+            given: The request's own values of these fields.
+
+        Raises:
+            RequestError: The tool choice and the request both constrain the completion.
+        """
+        found: dict[str, Any] = {}
+        if self._is_plain:
+            return found
+        reasoning = None if self._names.reasoning is None else reasoning_parser(self._names.reasoning)
+        has_special_markers = reasoning is not None and reasoning.has_special_markers
+        if has_special_markers or (self._choice == "auto" and given.get("skip_special_tokens") is None):
+            found["skip_special_tokens"] = False  # the markers of calls may be special tokens
+        schema = tool_choice_schema(self._tools, self._choice, self._can_be_parallel) if self._tools else None
+        if schema is None:
+            return found
+        if given.get("structured_outputs") is not None:
+            message = "a tool_choice that forces a call cannot be given together with structured_outputs or a format"
+            raise RequestError(message, parameter="tool_choice", value=self._choice)
+        found["structured_outputs"] = {"json": dict(schema)}
+        if reasoning is not None and reasoning.call_texts:  # they start calls that the schema does not constrain
+            found["bad_words"] = [*(given.get("bad_words") or ()), *reasoning.call_texts]
+        return found
+
+    def note_request(self, request: Request) -> None:
+        """Take from the request how its completions begin."""
+        self._last = request.last_message
+        if self._reasoning is not None and request.params.structured_outputs is not None:
+            self._reasoning = leading_reasoning(self._reasoning)
 
     def begin(self, prompt: str | None) -> None:
         """Read from the prompt whether the completion begins inside reasoning."""
@@ -272,7 +208,7 @@ class ChatParser:
         parser = self._parser(index)
         delta = parser.finish(text) if is_end else parser.feed(text)
         calls = delta.tool_calls
-        if not self._use.can_be_parallel:
+        if not self._can_be_parallel:
             calls = tuple(call for call in calls if call.index == 0)
         return MessageDelta(delta.content, delta.reasoning if self._include_reasoning else None, calls)
 
@@ -281,7 +217,7 @@ class ChatParser:
         if self._is_plain:
             return ParsedMessage("".join(self._plain_texts.get(index, ())) or None)
         whole = self._parser(index).message()
-        calls = whole.tool_calls if self._use.can_be_parallel else whole.tool_calls[:1]
+        calls = whole.tool_calls if self._can_be_parallel else whole.tool_calls[:1]
         return ParsedMessage(whole.content, whole.reasoning if self._include_reasoning else None, calls)
 
     def finish_reason(self, index: int, reason: str) -> str:
@@ -294,9 +230,26 @@ class ChatParser:
             self._parsers[index] = MessageParser(
                 self._reasoning,
                 self._names.tools,
-                schemas=self._use.tools,
-                tool_choice=self._use.choice,
+                schemas=self._tools or None,
+                tool_choice=self._choice,
                 prompt_ends_in_reasoning=self._starts_inside,
                 prompt_ends_in_line=self._starts_in_line,
             )
         return self._parsers[index]
+
+    def _checked_choice(self, config: ServerConfig, choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any]:
+        """Check the tools, and return the choice among them: ``none``, ``auto``, ``required`` or a named function."""
+        if not self._tools:
+            if choice not in (None, "none"):
+                message = "When using `tool_choice`, `tools` must be set."
+                raise RequestError(message, parameter="tool_choice", value=choice)
+            return "none"
+        schemas, chosen = parameter_schemas(self._tools), "auto" if choice is None else choice
+        if isinstance(chosen, str) and chosen not in ("none", "auto", "required"):
+            message = 'Invalid value for `tool_choice`: only a named tool, "none", "auto" or "required" are supported.'
+            raise RequestError(message, parameter="tool_choice", value=chosen)
+        chosen_function(chosen, schemas)
+        if chosen == "auto" and not (config.enable_auto_tool_choice and self._names.tools):
+            message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+            raise RequestError(message, parameter="tool_choice", value=chosen)
+        return chosen

@@ -228,9 +228,8 @@ class EngineClient:
             DeadlineError: It takes longer than ``timeout_s`` seconds.
             JaxserveError: Every request has failed.
         """
-        info = self.info
         assert self._renderers is not None
-        rendering = self._rendering[name] = self._renderers.begin(chat, info)
+        rendering = self._rendering[name] = self._renderers.begin(chat, self.info)
         try:
             ends: list[asyncio.Future[Any]] = [rendering, self._failed]
             done, _ = await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

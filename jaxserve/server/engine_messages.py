@@ -112,6 +112,11 @@ class EngineInfo:
         return hashlib.sha256(self.model.SerializeToString(deterministic=True)).hexdigest()[:8]
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered without a template of their own."""
+        return self.chat_template is not None or "default" in self.chat_templates
+
+    @property
     def max_model_len(self) -> int:
         """Longest context, in tokens."""
         return self.model.max_model_len

@@ -125,7 +125,7 @@ class Frontend:
                 is_waiting = False
             async with contextlib.aclosing(self.engine.generate(request, is_waiting=is_waiting)) as outputs:
                 async for output in outputs:
-                    if not output.outputs:
+                    if not (output.outputs or output.finished):
                         self.ledger.note_prompt(entry, len(output.prompt_token_ids))
                         continue
                     entry.add(output)

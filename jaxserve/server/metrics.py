@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 from jaxserve.errors import JaxserveError
 from jaxserve.metric_types import HELP, Counter, Gauge, Metric, prometheus_text
+from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.resources import process_metrics
 from jaxserve.server.settings import queued_tokens_limit
 
@@ -78,10 +78,10 @@ async def engine_metrics(frontend: Frontend) -> list[Metric] | None:
         return None
 
 
-def model_of(frontend: Frontend) -> model_pb2.Model | None:
-    """Return the engine's description of itself; None while it is not ready."""
+def info_of(frontend: Frontend) -> EngineInfo | None:
+    """Return what the engine tells of itself; None while it is not ready."""
     try:
-        return frontend.info.model
+        return frontend.info
     except JaxserveError:
         return None
 
@@ -96,7 +96,7 @@ def versions() -> Mapping[str, str]:
 
 def _server_metrics(frontend: Frontend, *, is_engine_up: bool) -> Iterable[Metric]:
     """Return the front end's current metrics."""
-    counts, ledger, model, config = frontend.log.counts, frontend.ledger, model_of(frontend), frontend.config
+    counts, ledger, info, config = frontend.log.counts, frontend.ledger, info_of(frontend), frontend.config
     gauges = {
         "engine_up": int(is_engine_up),
         "accepting_requests": int(ledger.is_open),
@@ -104,7 +104,8 @@ def _server_metrics(frontend: Frontend, *, is_engine_up: bool) -> Iterable[Metri
         "texts_in_flight": ledger.num_in_flight,
         "uptime_seconds": time.time() - frontend.created_s,
     }
-    if model is not None:
+    if info is not None:
+        model = info.model
         gauges |= {
             "max_num_seqs": model.max_num_seqs,
             "max_num_batched_tokens": model.max_num_batched_tokens,
@@ -130,10 +131,10 @@ def _server_metrics(frontend: Frontend, *, is_engine_up: bool) -> Iterable[Metri
 def _infos(frontend: Frontend) -> Iterable[Metric]:
     """Return gauges of 1 whose labels describe the server."""
     yield Gauge(f"{PREFIX}build_info", dict(versions()), 1)
-    model = model_of(frontend)
-    if model is None:
+    info = info_of(frontend)
+    if info is None:
         return
-    cache = model.kv_cache
+    model, cache = info.model, info.model.kv_cache
     ours = {"num_pages": cache.num_pages, "page_size": cache.page_size, "size_bytes": cache.size_bytes}
     ours |= {"dtype": cache.dtype, "attention_backend": model.attention_backend, "layout": model.layout}
     infos: dict[str, Mapping[str, object]] = {PREFIX: ours}

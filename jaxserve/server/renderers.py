@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 _MODULE = "jaxserve.text.render_process"
 _MEMORY_BYTES = 512 << 20
 _MAX_PROCESSES = 4
-_ARGUMENTS = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 
 
 class Renderers:
@@ -39,12 +38,12 @@ class Renderers:
         """Begin to render a conversation; cancelling the future takes it from the queue.
 
         Args:
-            chat: As in ``Request``; the front end has checked its messages and variables.
+            chat: As in ``Request``; the front end has checked it.
             info: Has the model's templates and special tokens.
 
         Returns:
-            The prompt; fails with a ``RequestError`` if the conversation is wrong, or the template refuses it, is late
-            or takes too much memory.
+            The prompt; fails with a ``RequestError`` if there is no template, or the template refuses the conversation,
+            is late or takes too much memory.
         """
         return asyncio.get_running_loop().run_in_executor(self._threads, self._render, chat, info)
 
@@ -59,15 +58,20 @@ class Renderers:
         self._processes.close()
 
     def _render(self, chat: Mapping[str, Any], info: EngineInfo) -> str:
+        job = {
+            "chat": chat,
+            "templates": info.chat_templates,
+            "own_template": info.chat_template,
+            "special_tokens": info.special_tokens,
+            "content_format": self._content_format,
+        }
         try:
-            job = json.dumps(render_job(chat, info, self._content_format), ensure_ascii=False, allow_nan=False)
-            job.encode()
-        except RequestError:
-            raise
+            written = json.dumps(job, ensure_ascii=False, allow_nan=False)
+            written.encode()
         except (TypeError, ValueError, RecursionError) as error:  # NaN, lone surrogates, too many levels
             raise RequestError(f"the conversation is not JSON: {error}", parameter="messages") from error
         try:
-            response = self._processes.run(job, self._limit_s)
+            response = self._processes.run(written, self._limit_s)
         except Exception as error:
             logger.exception("a conversation cannot be rendered")
             raise self._end or RequestFailedError(unforeseen(error)) from None
@@ -78,29 +82,3 @@ class Renderers:
         if "error" in response:
             raise RequestError(response["error"])
         return response["text"]
-
-
-def render_job(chat: Mapping[str, Any], info: EngineInfo, content_format: str) -> dict[str, Any]:
-    """Return the job of rendering a conversation, for the child process.
-
-    Raises:
-        RequestError: The conversation has an unknown option.
-    """
-    values = {name: value for name, value in chat.items() if value is not None}
-    variables = values.pop("chat_template_kwargs", {})
-    unknown = sorted(set(values) - set(_ARGUMENTS))
-    if unknown:
-        raise RequestError(f"unknown chat option {unknown[0]!r}; valid: {', '.join(_ARGUMENTS)}")
-    templates, given = info.chat_templates, values.get("chat_template")
-    is_template = isinstance(given, str) and (given in templates or "{{" in given or "{%" in given)
-    if given is not None and not is_template:  # never a file's name
-        raise RequestError("chat_template is not a Jinja template", parameter="chat_template", value=given)
-    job = {
-        "conversation": values.get("messages"),
-        "tools": values.get("tools"),
-        "add_generation_prompt": values.get("add_generation_prompt", True),
-        "continue_final_message": values.get("continue_final_message", False),
-        "content_format": content_format,
-        "variables": {**info.special_tokens, **variables},
-    }
-    return {"templates": templates, "chosen": given or info.chat_template, "job": job}

@@ -33,10 +33,19 @@ def _limit_cpu(seconds: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + seconds + 1, hard))
 
 
-def _response(templates: dict[str, str], chosen: str | None, job: dict[str, Any]) -> dict[str, Any]:
+def _response(
+    chat: dict[str, Any],
+    templates: dict[str, str],
+    own_template: str | None,
+    special_tokens: dict[str, str],
+    content_format: str,
+) -> dict[str, Any]:
+    variables = {**special_tokens, **chat.pop("chat_template_kwargs", {})}
     try:
-        template = choose_template(templates, chosen, job.get("tools") is not None)
-        return {"text": render_chat(job.pop("conversation"), template, **job)}
+        chosen = chat.pop("chat_template", None) or own_template
+        template = choose_template(templates, chosen, chat.get("tools") is not None)
+        text = render_chat(chat.pop("messages"), template, content_format=content_format, variables=variables, **chat)
+        return {"text": text}
     except RequestError as error:
         return _TOO_MUCH_MEMORY if isinstance(error.__cause__, MemoryError) else {"error": str(error)}
     except MemoryError:

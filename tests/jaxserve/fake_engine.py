@@ -1,13 +1,17 @@
 """An engine whose steps a test allows one by one."""
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from jaxserve import RequestError, RequestOutputKind, SamplingParams
-from jaxserve.engine.delivery import deliver
+from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState, Sample
+from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.metric_types import Counter, Gauge, Metric
+from jaxserve.request import Request
 from jaxserve.scheduling.sequence import Sequence
 
 DELTA = SamplingParams(output_kind=RequestOutputKind.DELTA)
@@ -19,7 +23,6 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.requests: dict[str, RequestState] = {}
-        self.owners: dict[str, tuple[RequestState, Sample]] = {}
         self.paused: set[str] = set()
         self.aborted: list[str] = []
         self.num_steps = 0
@@ -39,8 +42,6 @@ class FakeEngine:
         if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is in use")
         self.requests[request.request_id] = request
-        for sample in request.samples:
-            self.owners[sample.sequence.sequence_id] = (request, sample)
 
     def step(self) -> list[RequestState]:
         with self._changed:
@@ -50,22 +51,21 @@ class FakeEngine:
         self.threads.add(threading.get_ident())
         if self.before_step is not None:
             self.before_step()
-        sampled = []
+        changed: dict[RequestState, None] = {}
         for request in self.requests.values():
-            for row, sample in enumerate(request.samples):
+            for sample in request.samples:
                 sequence = sample.sequence
                 if request.request_id in self.paused or sequence.finish_reason is not None:
                     continue
                 sequence.token_ids.append(1000 * int(request.request_id) + sequence.num_output_tokens + 1)
                 if len(sequence.token_ids) >= sequence.max_length:
                     sequence.finish_reason = "length"
-                sampled.append((sequence, row, sequence.token_ids[-1:]))
-        changed = deliver(sampled, self.owners, None, None, 1.0).changed
+                changed[request] = None
         for request in changed:
             if request.is_finished():
                 del self.requests[request.request_id]
         self.num_steps += 1
-        return changed
+        return list(changed)
 
     def abort(self, request: RequestState) -> None:
         if self.requests.pop(request.request_id, None) is None:
@@ -101,7 +101,24 @@ class FakeEngine:
 
 
 def make_request(number: int, num_tokens: int = 5, params: SamplingParams = DELTA) -> RequestState:
+    request = Request(request_id=str(number), params=params)
     samples = [
-        Sample(index, Sequence(f"{number}-{index}", [1, 2], 2, 2 + num_tokens), None, None) for index in range(params.n)
+        Sample(Sequence(request, [1, 2], 2, 2 + num_tokens, index=index), None, None) for index in range(params.n)
     ]
-    return RequestState(str(number), None, [1, 2], params, samples, 0, 0.0, 0.0)
+    return RequestState(request, [1, 2], samples, 0.0, 0.0)
+
+
+class AtOnce(concurrent.futures.Executor):
+    """Runs what is submitted before ``submit`` returns."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[Any]":
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def start_loop(engine: FakeEngine, stats: StatsLogger | None = None) -> Loop:
+    """A loop on its thread, which queues requests in the order of their submission."""
+    loop: Any = Loop(engine, stats)
+    loop._pool = AtOnce()
+    return loop

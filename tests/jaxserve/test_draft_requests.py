@@ -62,7 +62,7 @@ class Proposer:
         if self.kind == "none":
             return []
         self.num_proposals += 1
-        future = self.texts[sequence.sequence_id][sequence.num_output_tokens :][:12]
+        future = self.texts[f"{sequence.request.request_id}-{sequence.index}"][sequence.num_output_tokens :][:12]
         is_right = {"right": 1.0, "wrong": 0.0, "mixed": 0.8}[self.kind]
         return [token if self.rng.random() < is_right else (token + 1) % 200 for token in future]
 

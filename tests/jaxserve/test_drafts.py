@@ -9,6 +9,7 @@ from jaxserve.scheduling.plan import ON_DEVICE, Sampling, SchedulerLimits, StepP
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from tests.plan_rows import Row, rows_of
+from tests.sequences import STOP_STRING, StopAfter, make_sequence, name_of
 
 
 class Counting:
@@ -40,7 +41,7 @@ def make_scheduler(num_pages: int = 32, max_tokens: int = 32, proposer: DraftPro
 def add(scheduler: Scheduler, name: str, num_prompt_tokens: int = 5, new: int = 20, **fields: Any) -> Sequence:
     """A sequence whose prompt is computed, and whose first token, 100, is known."""
     prompt = [ord(name)] * num_prompt_tokens
-    sequence = Sequence(name, prompt, num_prompt_tokens, num_prompt_tokens + new, **fields)
+    sequence = make_sequence(name, prompt, num_prompt_tokens, num_prompt_tokens + new, **fields)
     scheduler.add(sequence)
     return sequence
 
@@ -65,7 +66,8 @@ def test_a_row_samples_after_its_token_and_each_draft() -> None:
     plan = scheduled(scheduler)
     assert rows_of(plan) == [Row(sequence.slot, 5, [100, 101, 102, 103], 4)]
     completion = scheduler.complete(plan, [[101, 102, 7]])
-    assert completion.sampled == [(sequence, 0, [101, 102, 7])]
+    assert (completion.sampled, completion.num_tokens) == ([sequence], 3)
+    assert sequence.token_ids[-3:] == [101, 102, 7]
     assert sequence.token_ids[5:] == [100, 101, 102, 7] and (sequence.num_computed, sequence.num_pending) == (8, 0)
     assert rows_of(scheduled(scheduler)) == [Row(sequence.slot, 8, [7, 104, 105, 106], 4)]
 
@@ -98,7 +100,7 @@ def test_sequences_whose_masks_the_host_makes_get_no_drafts() -> None:
 def test_rows_with_drafts_follow_those_of_one_token() -> None:
     class Some:
         def propose(self, sequence: Sequence) -> list[int]:
-            return [] if sequence.sequence_id in "bd" else [1]
+            return [] if name_of(sequence) in "bd" else [1]
 
     scheduler = make_scheduler(proposer=Some())
     sequences = [add(scheduler, name) for name in "abcd"]
@@ -108,12 +110,9 @@ def test_rows_with_drafts_follow_those_of_one_token() -> None:
     assert [(row.slot, row.num_samples) for row in rows_of(plan)] == [(b, 1), (d, 1), (a, 2), (c, 2)]
     assert list(plan.first_samples) == [0, 1, 2, 4]
     completion = scheduler.complete(plan, [[5], [6], [1, 8], [9]])
-    assert [(one.sequence_id, first, tokens) for one, first, tokens in completion.sampled] == [
-        ("b", 0, [5]),
-        ("d", 1, [6]),
-        ("a", 2, [1, 8]),
-        ("c", 4, [9]),
-    ]
+    assert [name_of(one) for one in completion.sampled] == [name_of(one) for one in completion.rows] == list("bdac")
+    assert [one.token_ids[6:] for one in completion.rows] == [[5], [6], [1, 8], [9]]
+    assert list(completion.first_samples) == [0, 1, 2, 4] and completion.num_tokens == 5
 
 
 def test_drafts_take_the_tokens_that_prompts_leave() -> None:
@@ -156,7 +155,8 @@ def test_a_stop_token_among_accepted_drafts_ends_the_sequence() -> None:
     sequence = add(scheduler, "a", stop_ids={102: 102})
     start(scheduler)
     completion = scheduler.complete(scheduled(scheduler), [[101, 102, 103, 104]])
-    assert completion.sampled == [(sequence, 0, [101, 102])]
+    assert (completion.sampled, completion.num_tokens) == ([sequence], 2)
+    assert sequence.token_ids[-2:] == [101, 102]
     assert (sequence.finish_reason, sequence.stop_reason, sequence.token_ids[5:]) == ("stop", 102, [100, 101, 102])
     assert scheduler.allocator.num_free == scheduler.allocator.num_pages
 
@@ -166,5 +166,24 @@ def test_a_row_without_a_token_fails_its_sequence() -> None:
     sequence = add(scheduler, "a")
     start(scheduler)
     completion = scheduler.complete(scheduled(scheduler), [[]])
-    assert completion.failed == [sequence] and sequence.finish_reason == "error"
+    assert completion.finished == [sequence] and sequence.finish_reason == "error"
     assert scheduler.allocator.num_free == scheduler.allocator.num_pages
+
+
+def test_a_stop_string_among_accepted_drafts_ends_the_sequence() -> None:
+    """It wins over the limit that a later token reaches, and over a stop token after it, and neither is kept."""
+    for accepted in ([101, 102, 103, 104], [101, 102, 9]):
+        scheduler = make_scheduler()
+        text = StopAfter(2)
+        sequence = add(scheduler, "a", new=5, stop_ids={9: None}, stop_strings=text)
+        start(scheduler)
+        assert text.num_pushed == 1
+        completion = scheduler.complete(scheduled(scheduler), [accepted], now=3.0)
+        assert (completion.sampled, completion.finished, completion.num_tokens) == ([sequence], [sequence], 1)
+        assert (sequence.finish_reason, sequence.stop_reason) == ("stop", STOP_STRING)
+        assert sequence.token_ids[5:] == [100, 101]
+        assert scheduler.allocator.num_free == scheduler.allocator.num_pages
+        known = scheduler.pages.num_cached_tokens(add(scheduler, "b"))
+        same = add(scheduler, "a", new=1)
+        same.token_ids += [100, 101, 102, 103]
+        assert known == 0 and scheduler.pages.num_cached_tokens(same) == 4, "one full page, of kept tokens"

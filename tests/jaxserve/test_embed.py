@@ -331,8 +331,8 @@ def test_vectors_run_in_steps_with_all_kinds_of_texts(llm: LLM, reference: Refer
         requests = [submit(llm, prompt, params) for params in (MEAN, LAST, MEAN)]
         run(llm)
         for request in requests:
-            assert request.pooling is not None
-            check_near(request.embedding, reference(prompt, request.pooling.pooling))
+            assert request.request.pooling is not None
+            check_near(request.embedding, reference(prompt, request.request.pooling.pooling))
         assert [len(text.output().outputs[0].token_ids) for text in texts] == [30] * 3
 
 

@@ -10,6 +10,7 @@ from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.structured_params import RepetitionDetectionParams
+from tests.sequences import make_sequence as a_sequence
 
 
 class Script:
@@ -29,7 +30,7 @@ class Script:
 
 def make_sequence(**fields: object) -> Sequence:
     settings: dict[str, object] = {"max_length": 10, "stop_ids": {9: None, 8: 8}, **fields}
-    return Sequence("a", [1, 2, 7], 2, **settings)  # pyright: ignore[reportArgumentType]
+    return a_sequence("a", [1, 2, 7], 2, **settings)  # pyright: ignore[reportArgumentType]
 
 
 def push(sequence: Sequence, token: int) -> Ending | None:
@@ -46,11 +47,11 @@ def test_stop_tokens_say_which_unless_they_end_every_text():
 
 def test_length_ends_it_and_only_length_below_the_least():
     assert push(make_sequence(max_length=4), 5) == Ending("length")
-    assert push(make_sequence(min_length=5), 8) is None
-    assert push(make_sequence(min_length=5, max_length=4), 8) == Ending("length")
+    assert push(make_sequence(min_tokens=3), 8) is None
+    assert push(make_sequence(min_tokens=3, max_length=4), 8) == Ending("length")
     repetition = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
-    assert push(make_sequence(min_length=5, repetition=repetition), 7) is None
-    assert push(make_sequence(min_length=4, repetition=repetition), 7) == Ending("repetition", "repetition_detected")
+    assert push(make_sequence(min_tokens=3, repetition=repetition), 7) is None
+    assert push(make_sequence(min_tokens=2, repetition=repetition), 7) == Ending("repetition", "repetition_detected")
 
 
 def test_a_constraint_takes_every_token_but_a_stop_token():
@@ -117,8 +118,8 @@ class Broken:
 @pytest.mark.parametrize(("fails_at_once", "message"), [(True, "no mask"), (False, "token 7 is not mine")])
 def test_a_constraint_that_fails_ends_its_own_sequence(fails_at_once: bool, message: str) -> None:
     scheduler = Scheduler(SchedulerLimits(4, 16), PageAllocator(8, 4))
-    healthy = Sequence("healthy", [1, 2, 3], 3, 8)
-    broken = Sequence("broken", [1, 2, 3], 3, 8, constraint=Broken(fails_at_once))
+    healthy = a_sequence("healthy", [1, 2, 3], 3, 8)
+    broken = a_sequence("broken", [1, 2, 3], 3, 8, constraint=Broken(fails_at_once))
     scheduler.add(healthy)
     scheduler.add(broken)
     while scheduler.num_unfinished:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from jaxserve import EngineDeadError, RequestError, RequestOutput, RequestOutputKind, SamplingParams
-from jaxserve.engine.engine_thread import EngineThread
+from jaxserve.async_llm import EventLoopSink
+from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.stream import Stream, deadline_after
 from jaxserve.errors import DeadlineError, RequestFailedError
-from tests.jaxserve.fake_engine import DELTA, PATIENCE_S, FakeEngine, make_request
+from tests.jaxserve.fake_engine import DELTA, PATIENCE_S, FakeEngine, make_request, start_loop
 
 
 @pytest.fixture
@@ -24,27 +25,44 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def thread(engine: FakeEngine) -> Iterator[EngineThread]:
-    made = EngineThread(engine)
+def thread(engine: FakeEngine) -> Iterator[Loop]:
+    made = start_loop(engine)
     yield made
     engine.allow(1000)
     made.stop()
     assert engine.is_closed
 
 
-def submit(thread: EngineThread, number: int, num_tokens: int = 5, params: SamplingParams = DELTA) -> Stream:
-    """A request that runs, and its stream, read on the running event loop."""
-    stream = Stream(asyncio.get_running_loop(), False)
-    thread.submit(stream, make_request(number, num_tokens, params))
-    return stream
+class Reader(Stream):
+    """A stream that is read on an event loop, by default the running one."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None, deadline_s: float | None = None):
+        self.own_sink = EventLoopSink(loop or asyncio.get_running_loop())
+        super().__init__(self.own_sink, deadline_s=deadline_s)
+
+    async def get(self) -> RequestOutput:
+        return await self.own_sink.get()
 
 
-async def settled(thread: EngineThread) -> None:
+def submit(
+    loop: Loop,
+    number: int,
+    num_tokens: int = 5,
+    params: SamplingParams = DELTA,
+    reader: Reader | None = None,
+) -> Reader:
+    """A request that runs, and its stream."""
+    reader = reader or Reader()
+    loop.submit(reader, lambda: make_request(number, num_tokens, params))
+    return reader
+
+
+async def settled(thread: Loop) -> None:
     """Returns when the thread has seen all that was posted before."""
     await asyncio.wait_for(asyncio.wrap_future(thread.call(int)), PATIENCE_S)
 
 
-async def rest(stream: Stream) -> list[RequestOutput]:
+async def rest(stream: Reader) -> list[RequestOutput]:
     """All outputs to the end."""
     outputs: list[RequestOutput] = []
     while not outputs or not outputs[-1].finished:
@@ -59,7 +77,7 @@ def ids(outputs: list[RequestOutput]) -> list[list[int]]:
 # ---------------------------------------------------------------- readers, fast and slow
 
 
-def test_a_reader_that_keeps_up_gets_each_token(engine: FakeEngine, thread: EngineThread) -> None:
+def test_a_reader_that_keeps_up_gets_each_token(engine: FakeEngine, thread: Loop) -> None:
     async def main() -> None:
         stream = submit(thread, 7, 3)
         for expected in ([7001], [7002], [7003]):
@@ -72,7 +90,7 @@ def test_a_reader_that_keeps_up_gets_each_token(engine: FakeEngine, thread: Engi
     asyncio.run(main())
 
 
-def test_what_a_slow_reader_missed_comes_in_one_output(engine: FakeEngine, thread: EngineThread) -> None:
+def test_what_a_slow_reader_missed_comes_in_one_output(engine: FakeEngine, thread: Loop) -> None:
     async def main() -> None:
         stream = submit(thread, 7, 100)
         await engine.run(50)
@@ -86,7 +104,7 @@ def test_what_a_slow_reader_missed_comes_in_one_output(engine: FakeEngine, threa
     asyncio.run(main())
 
 
-def test_news_of_a_request_that_pauses_still_reach_a_slow_reader(engine: FakeEngine, thread: EngineThread) -> None:
+def test_news_of_a_request_that_pauses_still_reach_a_slow_reader(engine: FakeEngine, thread: Loop) -> None:
     """A preempted request gets no token for a while; what it has must not wait for the next."""
 
     async def main() -> None:
@@ -105,7 +123,7 @@ def test_news_of_a_request_that_pauses_still_reach_a_slow_reader(engine: FakeEng
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)
-def test_every_kind_of_output(kind: RequestOutputKind, engine: FakeEngine, thread: EngineThread) -> None:
+def test_every_kind_of_output(kind: RequestOutputKind, engine: FakeEngine, thread: Loop) -> None:
     async def main() -> None:
         stream = submit(thread, 3, 4, SamplingParams(output_kind=kind, n=2))
         engine.allow(4)
@@ -121,14 +139,14 @@ def test_every_kind_of_output(kind: RequestOutputKind, engine: FakeEngine, threa
     asyncio.run(main())
 
 
-def test_each_step_wakes_an_event_loop_once(engine: FakeEngine, thread: EngineThread) -> None:
+def test_each_step_wakes_an_event_loop_once(engine: FakeEngine, thread: Loop) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         streams = [submit(thread, number, 1000) for number in range(8)]
         while len(engine.requests) < 8:
             await engine.run(1)
         for stream in streams:
-            stream._take()
+            await stream.get()
         calls: list[int] = []
         original = loop.call_soon_threadsafe
 
@@ -146,7 +164,7 @@ def test_each_step_wakes_an_event_loop_once(engine: FakeEngine, thread: EngineTh
     asyncio.run(main())
 
 
-def test_several_event_loops_share_an_engine(engine: FakeEngine, thread: EngineThread) -> None:
+def test_several_event_loops_share_an_engine(engine: FakeEngine, thread: Loop) -> None:
     found: dict[int, list[int]] = {}
 
     async def main(number: int) -> None:
@@ -163,11 +181,10 @@ def test_several_event_loops_share_an_engine(engine: FakeEngine, thread: EngineT
 
 
 def test_a_closed_event_loop_harms_nobody_else(
-    engine: FakeEngine, thread: EngineThread, caplog: pytest.LogCaptureFixture
+    engine: FakeEngine, thread: Loop, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = asyncio.new_event_loop()
-    lost = Stream(loop, False)
-    thread.submit(lost, make_request(1))
+    submit(thread, 1, reader=Reader(loop))
     loop.close()
 
     async def main() -> None:
@@ -182,7 +199,7 @@ def test_a_closed_event_loop_harms_nobody_else(
 # ---------------------------------------------------------------- requests that end early
 
 
-def test_an_aborted_request_ends_with_what_it_has(engine: FakeEngine, thread: EngineThread) -> None:
+def test_an_aborted_request_ends_with_what_it_has(engine: FakeEngine, thread: Loop) -> None:
     async def main() -> None:
         stream, other = submit(thread, 1, 100), submit(thread, 2, 9)
         await engine.run(3)
@@ -200,7 +217,7 @@ def test_an_aborted_request_ends_with_what_it_has(engine: FakeEngine, thread: En
     asyncio.run(main())
 
 
-def test_a_dropped_request_is_aborted_once(engine: FakeEngine, thread: EngineThread) -> None:
+def test_a_dropped_request_is_aborted_once(engine: FakeEngine, thread: Loop) -> None:
     async def main() -> None:
         stream = submit(thread, 1, 100)
         await engine.run(2)
@@ -221,11 +238,11 @@ def test_a_dropped_request_is_aborted_once(engine: FakeEngine, thread: EngineThr
     asyncio.run(main())
 
 
-def test_a_request_cancelled_before_it_runs_ends_at_once(engine: FakeEngine, thread: EngineThread) -> None:
+def test_a_request_cancelled_before_it_runs_ends_at_once(engine: FakeEngine, thread: Loop) -> None:
     async def main() -> None:
-        stream = Stream(asyncio.get_running_loop(), False)
+        stream = Reader()
         stream.is_cancelled = True
-        thread.submit(stream, make_request(1))
+        submit(thread, 1, reader=stream)
         (output,) = await rest(stream)
         assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("abort", [])
         assert engine.num_steps == 0
@@ -233,7 +250,7 @@ def test_a_request_cancelled_before_it_runs_ends_at_once(engine: FakeEngine, thr
     asyncio.run(main())
 
 
-def test_a_name_in_use_fails_the_second_request_alone(engine: FakeEngine, thread: EngineThread) -> None:
+def test_a_name_in_use_fails_the_second_request_alone(engine: FakeEngine, thread: Loop) -> None:
     async def main() -> None:
         first, second = submit(thread, 1), submit(thread, 1)
         engine.allow(1)
@@ -247,7 +264,7 @@ def test_a_name_in_use_fails_the_second_request_alone(engine: FakeEngine, thread
     asyncio.run(main())
 
 
-def test_a_request_that_fails_raises_in_its_own_stream(engine: FakeEngine, thread: EngineThread) -> None:
+def test_a_request_that_fails_raises_in_its_own_stream(engine: FakeEngine, thread: Loop) -> None:
     async def main() -> None:
         bad, good = submit(thread, 1), submit(thread, 2)
         await engine.run(2)
@@ -273,7 +290,7 @@ def test_a_request_that_fails_raises_in_its_own_stream(engine: FakeEngine, threa
 
 
 def test_an_output_that_cannot_be_made_fails_its_request_alone(
-    engine: FakeEngine, thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, thread: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = RequestState.next_output
 
@@ -301,11 +318,18 @@ def test_an_output_that_cannot_be_made_fails_its_request_alone(
 
 
 def test_a_deadline_that_passes_before_a_request_runs_ends_it_unseen_by_the_engine(
-    engine: FakeEngine, thread: EngineThread
+    engine: FakeEngine, thread: Loop
 ) -> None:
     async def main() -> None:
-        stream, other = Stream(asyncio.get_running_loop(), False), submit(thread, 2)
-        thread.submit(stream, make_request(1), time.monotonic() - 1)
+        stream, other = Reader(), submit(thread, 2)
+        request = make_request(1)  # prepared in time
+        stream.deadline_s = time.monotonic() + 0.05
+
+        def prepare() -> RequestState:
+            time.sleep(0.1)
+            return request
+
+        thread.submit(stream, prepare)
         engine.allow(100)
         with pytest.raises(DeadlineError, match=r"deadline exceeded .* s after arrival, with 0 output tokens"):
             await asyncio.wait_for(stream.get(), PATIENCE_S)
@@ -315,11 +339,11 @@ def test_a_deadline_that_passes_before_a_request_runs_ends_it_unseen_by_the_engi
     asyncio.run(main())
 
 
-def test_a_deadline_ends_a_request_before_the_next_step(engine: FakeEngine, thread: EngineThread) -> None:
+def test_a_deadline_ends_a_request_before_the_next_step(engine: FakeEngine, thread: Loop) -> None:
     async def main() -> None:
-        stream, other = Stream(asyncio.get_running_loop(), False), submit(thread, 2, 9)
         deadline_s = time.monotonic() + 0.2
-        thread.submit(stream, make_request(1, 1000), deadline_s)
+        stream, other = Reader(deadline_s=deadline_s), submit(thread, 2, 9)
+        submit(thread, 1, 1000, reader=stream)
         await engine.run(3)
         assert ids([await stream.get()]) == [[1001]]
         while time.monotonic() <= deadline_s:
@@ -335,15 +359,31 @@ def test_a_deadline_ends_a_request_before_the_next_step(engine: FakeEngine, thre
     asyncio.run(main())
 
 
-def test_deadlines_of_requests_that_ended_are_forgotten(engine: FakeEngine, thread: EngineThread) -> None:
+def test_a_deadline_that_passes_before_a_request_is_prepared(engine: FakeEngine, thread: Loop) -> None:
     async def main() -> None:
-        engine.allow(10_000)
-        for _ in range(500):
-            stream = Stream(asyncio.get_running_loop(), False)
-            thread.submit(stream, make_request(1, 1), time.monotonic() + 1000)
-            await rest(stream)
-        assert len(thread._streams._deadlines) < 100
-        assert engine.aborted == []
+        stream = Reader(deadline_s=time.monotonic() - 1)
+        submit(thread, 1, reader=stream)
+        with pytest.raises(DeadlineError, match="deadline exceeded before the request was prepared"):
+            await asyncio.wait_for(stream.get(), PATIENCE_S)
+
+    asyncio.run(main())
+
+
+def test_each_deadline_is_kept(engine: FakeEngine, thread: Loop) -> None:
+    """That of a request which ended in time neither hides a later one nor ends the next request of its name."""
+
+    async def main() -> None:
+        start_s = time.monotonic()
+        first = submit(thread, 1, 1, reader=Reader(deadline_s=start_s + 0.1))
+        late = submit(thread, 2, 1_000_000, reader=Reader(deadline_s=start_s + 0.3))
+        engine.allow(10_000_000)
+        await rest(first)
+        again = submit(thread, 1, 1_000_000, reader=Reader(deadline_s=start_s + 0.5))
+        for stream, end_s in ((late, 0.3), (again, 0.5)):
+            with pytest.raises(DeadlineError):
+                await rest(stream)
+            assert time.monotonic() - start_s >= end_s
+        assert engine.aborted == ["2", "1"]
 
     asyncio.run(main())
 
@@ -358,7 +398,7 @@ def test_a_timeout_is_seconds(timeout_s: Any) -> None:
 # ---------------------------------------------------------------- progress
 
 
-def test_progress_can_be_watched(engine: FakeEngine, thread: EngineThread) -> None:
+def test_progress_can_be_watched(engine: FakeEngine, thread: Loop) -> None:
     async def main() -> None:
         while not thread.is_idle:
             await asyncio.sleep(0)
@@ -380,7 +420,7 @@ def test_progress_can_be_watched(engine: FakeEngine, thread: EngineThread) -> No
 
 
 def test_streams_have_ended_before_the_devices_are_free(engine: FakeEngine) -> None:
-    thread = EngineThread(engine)
+    thread = start_loop(engine)
     closing, may_close = threading.Event(), threading.Event()
 
     def close() -> None:
@@ -402,7 +442,7 @@ def test_streams_have_ended_before_the_devices_are_free(engine: FakeEngine) -> N
 
 
 def test_when_the_engine_dies_every_stream_says_why(engine: FakeEngine) -> None:
-    thread = EngineThread(engine)
+    thread = start_loop(engine)
 
     def die() -> None:
         if engine.num_steps == 2:
@@ -431,14 +471,14 @@ def test_when_the_engine_dies_every_stream_says_why(engine: FakeEngine) -> None:
 
 
 def test_what_is_in_the_inbox_when_the_engine_dies_is_answered(engine: FakeEngine) -> None:
-    thread = EngineThread(engine)
+    thread = start_loop(engine)
 
     async def main() -> None:
         first = submit(thread, 1, 100)
         late: list[Any] = []
 
         def die() -> None:
-            late.append(submit_to(thread, first.loop, 2))
+            late.append(submit(thread, 2, reader=Reader(first.own_sink.readers.loop)))
             late.append(thread.call(int))
             raise RuntimeError("out of luck")
 
@@ -455,14 +495,8 @@ def test_what_is_in_the_inbox_when_the_engine_dies_is_answered(engine: FakeEngin
     thread.stop()
 
 
-def submit_to(thread: EngineThread, loop: asyncio.AbstractEventLoop, number: int) -> Stream:
-    stream = Stream(loop, False)
-    thread.submit(stream, make_request(number))
-    return stream
-
-
 def test_stopping_ends_streams_with_what_they_have(engine: FakeEngine) -> None:
-    thread = EngineThread(engine)
+    thread = start_loop(engine)
 
     async def main() -> None:
         stream = submit(thread, 1, 100)
@@ -486,7 +520,7 @@ def test_stopping_ends_streams_with_what_they_have(engine: FakeEngine) -> None:
 
 
 def test_requests_may_go_on_while_the_engine_drains(engine: FakeEngine) -> None:
-    thread = EngineThread(engine)
+    thread = start_loop(engine)
 
     async def main() -> None:
         stream, dropped = submit(thread, 1, 8), submit(thread, 2, 10_000)
@@ -508,7 +542,7 @@ def test_requests_may_go_on_while_the_engine_drains(engine: FakeEngine) -> None:
 
 
 def test_stopping_again_cuts_the_draining_short(engine: FakeEngine) -> None:
-    thread = EngineThread(engine)
+    thread = start_loop(engine)
 
     async def main() -> None:
         stream = submit(thread, 1, 1_000_000)
@@ -531,14 +565,14 @@ def test_an_engine_that_cannot_be_closed_does_not_keep_the_thread(
         raise OSError("stuck")
 
     monkeypatch.setattr(engine, "close", close)
-    EngineThread(engine).stop()
+    start_loop(engine).stop()
     assert "failed to close the engine" in caplog.text
 
 
 # ---------------------------------------------------------------- the thread itself
 
 
-def test_an_idle_engine_is_not_stepped(engine: FakeEngine, thread: EngineThread) -> None:
+def test_an_idle_engine_is_not_stepped(engine: FakeEngine, thread: Loop) -> None:
     async def main() -> None:
         engine.allow(1000)
         for number in (1, 2):
@@ -550,7 +584,7 @@ def test_an_idle_engine_is_not_stepped(engine: FakeEngine, thread: EngineThread)
     asyncio.run(main())
 
 
-def test_calls_run_between_steps_on_the_thread_and_may_fail(engine: FakeEngine, thread: EngineThread) -> None:
+def test_calls_run_between_steps_on_the_thread_and_may_fail(engine: FakeEngine, thread: Loop) -> None:
     def divide() -> float:
         return 1 / 0
 
@@ -570,7 +604,7 @@ def test_the_log_line_comes_while_it_works_and_ends_when_it_rests(
 ) -> None:
     caplog.set_level(logging.INFO)
     stats = StatsLogger("CPU", interval_s=0.0)
-    thread = EngineThread(engine, stats)
+    thread = start_loop(engine, stats)
 
     async def main() -> None:
         engine.allow(100)
@@ -585,7 +619,7 @@ def test_the_log_line_comes_while_it_works_and_ends_when_it_rests(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_an_interrupt_in_a_step_or_a_command_ends_neither_the_thread_nor_a_wait(
-    error: type[BaseException], engine: FakeEngine, thread: EngineThread
+    error: type[BaseException], engine: FakeEngine, thread: Loop
 ) -> None:
     """The engine itself makes its state whole again at the next step."""
     raised: list[int] = []
@@ -612,7 +646,7 @@ def test_an_interrupt_in_a_step_or_a_command_ends_neither_the_thread_nor_a_wait(
 
 
 def test_an_unforeseen_error_while_a_request_is_queued_is_its_own(
-    engine: FakeEngine, thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, thread: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enqueue = engine.enqueue
 

@@ -17,8 +17,8 @@ import jaxserve
 from jaxserve import LLM, BeamSearchParams, EngineDeadError, SamplingParams
 from jaxserve.device.runner import LocalRunner, PendingStep
 from jaxserve.device.stage import Stage
-from jaxserve.engine import engine as engine_module
 from jaxserve.engine import resharding
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.signal_delay import SignalDelay
 from jaxserve.engine.step_guard import StepGuard
@@ -45,7 +45,7 @@ PLACES = [
     (LocalRunner, "launch"),
     (PendingStep, "wait"),
     (Replica, "collect"),
-    (engine_module, "deliver"),
+    (Engine, "_deliver"),
 ]
 
 

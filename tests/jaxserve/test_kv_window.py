@@ -15,6 +15,7 @@ from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator
 from jaxserve.scheduling.sequence import Sequence
 from pallas_kernels.native_library import unavailable
 from tests.random_checkpoint import LLAMA, write_checkpoint
+from tests.sequences import make_sequence
 
 WINDOW, PAGE_SIZE, CHUNK, MAX_LENGTH = 12, 8, 16, 128
 CONFIG = LLAMA | {
@@ -147,7 +148,7 @@ def test_the_longest_context_that_fits(checkpoints: dict[str, Path]) -> None:
 
 def taken(pages: ContextPages, text: list[int], name: str) -> Sequence:
     """A sequence with pages for its text."""
-    sequence = Sequence(name, text, len(text), len(text) + 50, reads_cache=True)
+    sequence = make_sequence(name, text, len(text), len(text) + 50, reads_cache=True)
     assert pages.allocate(sequence) is not None
     return sequence
 

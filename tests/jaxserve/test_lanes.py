@@ -262,7 +262,7 @@ def test_vectors_are_those_of_one_device(llm: LLM, whole: LLM) -> None:
 
 def test_weights_of_all_devices_can_be_read_and_replaced(llm: LLM) -> None:
     """As one array each, the experts of all devices in order."""
-    runner: Any = llm.engine.replicas[0]._runner
+    runner: Any = llm.engine.replicas[0].runner
     weights = runner.weights()
     name = "layers.1.mlp.gate_up"
     assert weights[name].shape[0] == 4

@@ -7,10 +7,11 @@ from typing import Any, cast
 import pytest
 
 from jaxserve import SamplingParams
-from jaxserve.engine.delivery import Delivery, deliver
 from jaxserve.engine.metrics import FINISH_REASONS, EngineMetrics
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.metric_types import HELP, Counter, Distribution, Gauge, Histogram, Metric, prometheus_text
+from jaxserve.request import Request
+from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.sequence import Sequence
 
 # vLLM's names (v1/metrics/loggers.py) that mean the same here.
@@ -29,25 +30,27 @@ def make_request(name: str, num_prompt: int = 4, n: int = 1, max_tokens: int = 5
     """Arrives at 10 s, queued at 11 s, first scheduled at 13 s; a quarter of its prompt was cached."""
     params = SamplingParams(n=n, max_tokens=max_tokens)
     prompt = [3] * num_prompt
-    samples = [Sample(i, Sequence(f"{name}-{i}", list(prompt), num_prompt, 1000), None, None) for i in range(n)]
+    asked = Request(request_id=name, params=params)
+    samples = [Sample(Sequence(asked, list(prompt), num_prompt, 1000, index=i), None, None) for i in range(n)]
     samples[0].sequence.num_cached_tokens = num_prompt // 4
-    request = RequestState(name, None, prompt, params, samples, 0, 10.0, 11.0)
-    request.note_scheduled(13.0)
+    request = RequestState(asked, prompt, samples, 10.0, 11.0)
+    samples[0].sequence.scheduled_s = 13.0
     return request
 
 
-def step(metrics: EngineMetrics, now: float, *rows: tuple[RequestState, int]) -> Delivery:
+def step(metrics: EngineMetrics, now: float, *rows: tuple[RequestState, int]) -> None:
     """Samples get a token each."""
-    sampled = []
-    owners = {}
-    for row, (request, index) in enumerate(rows):
-        sample = request.samples[index]
-        sample.sequence.token_ids.append(5)
-        sampled.append((sample.sequence, row, [5]))
-        owners[sample.sequence.sequence_id] = (request, sample)
-    delivery = deliver(sampled, owners, None, None, now)
-    metrics.delivered(delivery, now)
-    return delivery
+    started: list[RequestState] = []
+    sampled, previous_s = [request.samples[index].sequence for request, index in rows], list[float]()
+    for sequence, (request, _) in zip(sampled, rows, strict=True):
+        sequence.token_ids.append(5)
+        previous_s.append(sequence.last_token_s)
+        sequence.last_token_s = now
+        if request.first_token_s is None:
+            request.first_token_s = now
+            started.append(request)
+    completion = Completion(sampled, range(len(rows)), sampled, previous_s, len(rows), [], [], [])
+    metrics.stepped(completion, now, started, ())
 
 
 def finish(metrics: EngineMetrics, request: RequestState, *reasons: Any) -> None:
@@ -186,7 +189,7 @@ def test_requests_without_numbers_are_counted() -> None:
 
 def test_a_step_without_tokens_counts_nothing() -> None:
     metrics = EngineMetrics(1000)
-    metrics.delivered(deliver([], {}, None, None, 1.0), 1.0)
+    step(metrics, 1.0)
     assert histogram(collected(metrics), "iteration_tokens_total").count == 0
 
 

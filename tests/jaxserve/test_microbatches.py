@@ -105,7 +105,7 @@ class Pipeline:
             self.schedulers[lane].add(sequence)
 
     def step(self) -> None:
-        self.replica.collect(self.replica.launch() is None)
+        self.replica.collect(not self.replica.launch())
         for scheduler in self.schedulers if self.is_checked else ():
             check_books(scheduler)
 

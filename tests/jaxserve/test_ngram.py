@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve import LLM, AsyncLLM, CompletionOutput, ConfigError, RequestOutput, RequestOutputKind, SamplingParams
+from jaxserve.request import Request
 from jaxserve.scheduling import drafts
 from jaxserve.scheduling.drafts import make_proposer
 from jaxserve.scheduling.ngram import NgramProposer
@@ -35,7 +36,7 @@ def looked_up(tokens: list[int], shortest: int, longest: int, count: int) -> lis
 
 def decoding(tokens: list[int], num_in_flight: int = 0) -> Sequence:
     """A sequence with a row in the step that is being planned."""
-    return Sequence("s", tokens, 1, 1000, num_pending=1 + num_in_flight)
+    return Sequence(Request(request_id="s"), tokens, 1, 1000, num_pending=1 + num_in_flight)
 
 
 def test_the_longest_match_counts_and_the_first_of_it() -> None:

@@ -15,6 +15,7 @@ from jaxserve.scheduling.prefix_cache import TOKEN_BYTES
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import HeldPages, Sequence
 from tests.plan_rows import Row, rows_of
+from tests.sequences import STOP_STRING, StopAfter, make_sequence, name_of
 
 STOP = 4
 Context = tuple[int, ...]
@@ -50,11 +51,10 @@ class Pages:
         self.held: list[list[Context]] = [[()] * page_size for _ in range(num_pages)]
         self.written_by = [[-1] * page_size for _ in range(num_pages)]
         self.slots: dict[int, Slot] = {}
-        self.draws: dict[Sequence, int] = {}
 
-    def draw(self, sequence: Sequence, context: Context) -> int:
-        """The next token; another one after each rollback of the sequence."""
-        bits = zlib.crc32(repr((context, self.draws.get(sequence, 0))).encode())
+    def draw(self, context: Context) -> int:
+        """The next token."""
+        bits = zlib.crc32(repr(context).encode())
         return STOP if bits % 29 == 0 else 1 + bits % 3
 
     def run(self, plan: StepPlan, running: list[Sequence]) -> list[list[int]]:
@@ -102,7 +102,7 @@ class Pages:
         for end in range(len(context) + 1 - row.num_samples, len(context) + 1):
             if drawn and context[end - 1] != drawn[-1]:
                 break
-            drawn.append(self.draw(slot.sequence, context[:end]))
+            drawn.append(self.draw(context[:end]))
             slot.token, slot.position = drawn[-1], end
         return drawn
 
@@ -155,7 +155,7 @@ class Events:
         rng = self.rng
         context = list(sequence.token_ids)
         for _ in range(int(rng.integers(0, 12))):
-            context.append(self.pages.draw(sequence, tuple(context)))
+            context.append(self.pages.draw(tuple(context)))
         if rng.random() < 0.7:
             context += rng.integers(1, STOP + 1, 3).tolist()
         return context[len(sequence.token_ids) :]
@@ -174,20 +174,15 @@ class Events:
         assert all(sequence.finish_reason is not None for sequence in self.sequences)
         for sequence in self.sequences:
             text = sequence.token_ids
-            if sequence not in self.pages.draws:  # else tokens before a rollback were drawn otherwise
-                expected = [
-                    self.pages.draw(sequence, tuple(text[:end])) for end in range(sequence.num_prompt_tokens, len(text))
-                ]
-                assert text[sequence.num_prompt_tokens :] == expected
+            expected = [self.pages.draw(tuple(text[:end])) for end in range(sequence.num_prompt_tokens, len(text))]
+            assert text[sequence.num_prompt_tokens :] == expected
 
     def _event(self) -> None:
         kind = self.rng.random()
         unfinished = [sequence for sequence in self.sequences if sequence.finish_reason is None]
         if kind < 0.2 and len(unfinished) < 12:
             self._arrive()
-        elif kind < 0.27 and unfinished:
-            self._rollback(self._pick(unfinished))
-        elif kind < 0.30 and unfinished:
+        elif kind < 0.23 and unfinished:
             self.scheduler.finish(self._pick(unfinished), "error" if self.rng.random() < 0.3 else "abort")
         else:
             self._step()
@@ -206,21 +201,19 @@ class Events:
         length = min(self.room, len(prompt) + int(rng.choice([1, 3, 10, 30])))
         fields: dict[str, Any] = {"stop_ids": {STOP: None}, "cache_root": b"", "reads_cache": rng.random() < 0.9}
         samples = [
-            Sequence(f"{len(self.sequences)}-{i}", list(prompt), len(prompt), length, **fields)
+            make_sequence(
+                f"{len(self.sequences)}-{i}",
+                list(prompt),
+                len(prompt),
+                length,
+                stop_strings=StopAfter(int(rng.integers(1, 20))) if rng.random() < 0.4 else None,
+                **fields,
+            )
             for i in range(int(rng.choice([1, 1, 1, 3])))
         ]
         samples[0].followers = samples[1:]
         self.sequences += samples
         self.scheduler.add(samples[0])
-
-    def _rollback(self, sequence: Sequence) -> None:
-        length = int(self.rng.integers(sequence.num_prompt_tokens, len(sequence.token_ids) + 1))
-        self.counts["rolled back"] += len(sequence.token_ids) - length
-        self.counts["in flight"] += sequence.num_pending > 1
-        expected = sequence.token_ids[:length]
-        self.pages.draws[sequence] = self.pages.draws.get(sequence, 0) + 1
-        self.scheduler.rollback(sequence, length)
-        assert sequence.token_ids == expected and sequence.finish_reason is None
 
     def _step(self) -> None:
         plan = self.scheduler.schedule()
@@ -238,30 +231,34 @@ class Events:
             self.in_flight.pop(0)
 
     def _complete(self, plan: StepPlan, tokens: list[list[int]]) -> None:
+        before = {sequence: len(sequence.token_ids) for sequence in self.sequences}
         completion = self.scheduler.complete(plan, tokens)
-        kept = {sequence: len(some) for sequence, _, some in completion.sampled}
-        assert [len(some) for sequence, _, some in completion.sampled] == list(kept.values()), "a row for a sequence"
+        assert len(set(completion.sampled)) == len(completion.sampled), "a row for a sequence"
         for row, new in zip(rows_of(plan), tokens, strict=True):
             self.counts["accepted"] += max(len(new) - 1, 0)
             self.counts["rejected"] += row.num_samples - len(new)
             self.counts["device start"] += row.start == ON_DEVICE and row.num_samples > 1
-        for sequence, first, some in completion.sampled:
-            index = list(plan.first_samples).index(first)
-            assert tokens[index][: len(some)] == some == sequence.token_ids[-len(some) :]
-            self.counts["cut"] += len(some) < len(tokens[index])
+        for sequence, new in zip(completion.rows, tokens, strict=True):
+            kept = sequence.token_ids[before[sequence] :]
+            assert kept == new[: len(kept)] and bool(kept) == (sequence in completion.sampled)
+            self.counts["cut"] += 0 < len(kept) < len(new)
+            if sequence in completion.finished and sequence.stop_reason == STOP_STRING:
+                self.counts["stop strings"] += 1
+                self.counts["in flight"] += sequence.num_pending > 0
+        assert completion.num_tokens == sum(len(one.token_ids) - before[one] for one in completion.sampled)
 
     def check(self) -> None:
         """Pages hold what their owners and the cache say, and have as many holders as owners."""
         holders = [0] * self.allocator.num_pages
         for sequence in self.scheduler.running:
-            assert sequence.num_pending <= self.max_pending, sequence.sequence_id
+            assert sequence.num_pending <= self.max_pending, name_of(sequence)
             num_final = min(sequence.num_computed, len(sequence.token_ids))
             most = max(sequence.num_computed + 1, len(sequence.token_ids))
             for index, table in enumerate(sequence.tables):
                 first = self.pages.first_seen(index, min(sequence.num_computed, len(sequence.token_ids) - 1))
                 for position in range(first, num_final):
                     held = self.pages.at(table.pages, position)
-                    assert list(held) == sequence.token_ids[: position + 1], sequence.sequence_id
+                    assert list(held) == sequence.token_ids[: position + 1], name_of(sequence)
                     assert self.pages.writer(table.pages, position) == index
                 self._check_table(table, self.windows[index], self.allocator.pages_for(most))
                 for page in table.held:
@@ -341,8 +338,8 @@ def test_random_events_meet_what_they_are_meant_to(run: Callable[[int], Events])
     assert sum(each.scheduler.num_preemptions for each in runs) > 30
     assert sum(each.scheduler.pages.num_hit_tokens for each in runs) > 300
     counts = sum((each.counts for each in runs), collections.Counter())
-    for name in ("rolled back", "accepted", "rejected", "device start"):
+    for name in ("accepted", "rejected", "device start"):
         assert counts[name] > 100, counts
     assert counts["released"] > 100, counts
-    assert counts["in flight"] > 10 and counts["cut"] > 10, counts
+    assert counts["stop strings"] > 40 and counts["in flight"] > 5 and counts["cut"] > 10, counts
     assert (counts["bubbles"] > 100) == (run is run_staged_events), counts

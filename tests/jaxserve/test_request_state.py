@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve import CompletionOutput, FlatLogprobs, RequestOutput, RequestOutputKind, SamplingParams
-from jaxserve.engine.delivery import deliver
 from jaxserve.engine.request_state import RequestState, Sample, logprob_entry, sample_entry
 from jaxserve.errors import RequestFailedError
 from jaxserve.outputs import RequestMetrics
+from jaxserve.request import Request
 from jaxserve.sampling.logprobs import TokenLogprobs
+from jaxserve.scheduling.endings import Ending, find_stop_string
 from jaxserve.scheduling.plan_draft import ScoredChunk
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.text.detokenizer import Detokenizer
@@ -30,8 +31,9 @@ def make_request(
 ) -> RequestState:
     """A request as admission makes it, that nothing runs."""
     samples = []
+    asked = Request(request_id=name, text="abc", params=params)
     for index in range(params.n):
-        sequence = Sequence(f"{name}-{index}", list(PROMPT), len(PROMPT), 1000, stop_ids=dict.fromkeys(stop_ids))
+        sequence = Sequence(asked, list(PROMPT), len(PROMPT), 1000, index=index, stop_ids=dict.fromkeys(stop_ids))
         pieces = None if tokenizer is None else tokenizer.pieces(params.skip_special_tokens)
         detokenizer = None
         if pieces is not None and params.detokenize:
@@ -40,9 +42,11 @@ def make_request(
             )
         wants = params.logprobs is not None or params.logprob_token_ids
         empty: Any = FlatLogprobs() if params.flat_logprobs else []
-        samples.append(Sample(index, sequence, detokenizer, empty if wants else None))
+        sequence.stop_strings = detokenizer if params.stop_strings else None
+        samples.append(Sample(sequence, detokenizer, empty if wants else None))
     prompt_logprobs: Any = None if params.prompt_logprobs is None else [None] * len(PROMPT)
-    return RequestState(name, "abc", list(PROMPT), params, samples, 0, 1.0, 2.0, prompt_logprobs=prompt_logprobs)
+    tokenizer = tokenizer if params.detokenize else None
+    return RequestState(asked, list(PROMPT), samples, 1.0, 2.0, tokenizer, prompt_logprobs)
 
 
 def make_scores(num_rows: int, num_top: int = 4, num_tracked: int = 3) -> TokenLogprobs:
@@ -60,23 +64,26 @@ def make_scores(num_rows: int, num_top: int = 4, num_tracked: int = 3) -> TokenL
 def give(
     request: RequestState, *tokens: tuple[int, int], now: float = 3.0, scores: TokenLogprobs | None = None
 ) -> None:
-    """One step in which samples, by their index, get a token each; a stop string ends a sample as the engine would."""
-    sampled = []
+    """One step in which samples, by their index, get a token each; they end as the scheduler would end them."""
+    request.first_token_s = request.first_token_s or now
     for row, (index, token) in enumerate(tokens):
-        sequence = request.samples[index].sequence
+        sample = request.samples[index]
+        sequence = sample.sequence
         sequence.token_ids.append(token)
-        if token in sequence.stop_ids:
-            sequence.finish_reason, sequence.stop_reason = "stop", sequence.stop_ids[token]
-        sampled.append((sequence, row, [token]))
-    owners = {sample.sequence.sequence_id: (request, sample) for sample in request.samples}
-    delivery = deliver(sampled, owners, scores, None, now)
-    for _, sample, stop_string, _ in delivery.stopped:
-        sample.sequence.finish_reason, sample.sequence.stop_reason = "stop", stop_string
+        sequence.last_token_s = now
+        ending = Ending("stop", sequence.stop_ids[token]) if token in sequence.stop_ids else None
+        if sequence.stop_strings is not None:
+            ending = find_stop_string(sequence, 1, ending)
+        if ending is not None:
+            sequence.finish_reason, sequence.stop_reason = ending.reason, ending.stop_reason
+        if sample.logprobs is not None:
+            assert scores is not None
+            sample.score(row, scores)
 
 
 def end(request: RequestState, reason: Any = "length", index: int | None = None) -> None:
     for sample in request.samples:
-        if index in (None, sample.index) and sample.sequence.finish_reason is None:
+        if index in (None, sample.sequence.index) and sample.sequence.finish_reason is None:
             sample.sequence.finish_reason = reason
 
 
@@ -271,6 +278,36 @@ def test_a_delta_reads_no_more_than_what_is_new(byte_level: Tokenizer) -> None:
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("a", [token])
 
 
+def test_logprobs_wait_as_arrays_of_their_own_until_they_are_read() -> None:
+    """What waits has no reference to the arrays of whole steps, and only as many tokens as were asked for."""
+    request = make_request(None, SamplingParams(logprobs=2, output_kind=DELTA))
+    for _ in range(3):
+        give(request, (0, 7), scores=make_scores(50, num_top=20))
+    (sample,) = request.samples
+    assert sample.logprobs == [] and len(sample.scores) == 3
+    waiting: list[Any] = [array for scores in sample.scores for array in scores]
+    assert all(array.base is None and array.nbytes <= 16 for array in waiting)
+    output = request.next_output()
+    assert output is not None
+    assert [list(entry) for entry in output.outputs[0].logprobs or ()] == [[7, 100, 101]] * 3
+    assert not sample.scores
+
+
+def test_text_that_cannot_be_made_leaves_what_was_made(byte_level: Tokenizer) -> None:
+    """The first try says why; once the request has failed, its output has the text before."""
+    request = make_request(byte_level, SamplingParams(logprobs=0))
+    (a,) = byte_level.encode("a")
+    give(request, (0, a), scores=make_scores(1))
+    assert request.output().outputs[0].text == "a"
+    give(request, (0, cast(Any, "no token")), scores=make_scores(1))
+    with pytest.raises(TypeError):
+        request.output()
+    end(request)
+    request.error = RequestFailedError("no luck")
+    output = request.output()
+    assert (output.error, output.outputs[0].text, output.outputs[0].finish_reason) == ("no luck", "a", "error")
+
+
 # ---------------------------------------------------------------- what else an output says
 
 
@@ -284,8 +321,7 @@ def test_cached_tokens_are_those_of_the_first_sample() -> None:
 
 def test_times_and_error() -> None:
     request = make_request(None, SamplingParams(output_kind=DELTA))
-    request.note_scheduled(2.5)
-    request.note_scheduled(9.0)
+    request.samples[0].sequence.scheduled_s = 2.5
     give(request, (0, 3), now=3.0)
     first = request.next_output(with_metrics=True)
     give(request, (0, 4), now=4.0)
@@ -345,10 +381,12 @@ def test_entries_have_the_tokens_texts(byte_level: Tokenizer) -> None:
 def test_entries_have_no_texts_without_detokenize(byte_level: Tokenizer) -> None:
     most_likely = SamplingParams(detokenize=False, logprobs=2)
     for params in (most_likely, SamplingParams(detokenize=False, logprob_token_ids=[50, 60])):
-        entry = sample_entry(7, 0, make_scores(1), params, byte_level)
-        assert [found.decoded_token for found in entry.values()] == [None] * 3
+        request = make_request(byte_level, params)
+        give(request, (0, 7), scores=make_scores(1))
+        entries = list(request.output().outputs[0].logprobs or ())
+        assert [[found.decoded_token for found in entry.values()] for entry in entries] == [[None] * 3]
     request = make_request(byte_level, SamplingParams(detokenize=False, prompt_logprobs=1))
-    request.add_prompt_logprobs(prompt_chunk(request, 0), make_scores(2), byte_level)
+    request.add_prompt_logprobs(prompt_chunk(request, 0), make_scores(2))
     positions = request.output().prompt_logprobs
     assert positions is not None
     assert [found.decoded_token for entry in positions for found in (entry or {}).values()] == [None] * 4
@@ -357,7 +395,7 @@ def test_entries_have_no_texts_without_detokenize(byte_level: Tokenizer) -> None
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_prompt_logprobs_come_once_in_deltas(is_flat: bool) -> None:
     request = make_request(None, SamplingParams(prompt_logprobs=1, output_kind=DELTA, flat_logprobs=is_flat))
-    request.add_prompt_logprobs(prompt_chunk(request, 4), make_scores(8), None)
+    request.add_prompt_logprobs(prompt_chunk(request, 4), make_scores(8))
     give(request, (0, 3))
     first = request.next_output()
     give(request, (0, 4))

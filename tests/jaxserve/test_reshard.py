@@ -322,7 +322,7 @@ def test_a_change_that_cannot_be_made_changes_nothing(
         with pytest.raises(MemoryPlanError, match=r"cannot reshard: moving .* GiB of weights per device"):
             llm.reshard("tensor=2")
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.replicas[0], "_runner", Mock(spec=Runner))
+        patch.setattr(llm.engine.replicas[0], "runner", Mock(spec=Runner))
         with pytest.raises(ConfigError, match="cannot reshard an engine whose steps run in another process"):
             llm.reshard("tensor=2")
     assert llm.config is config and llm.plan is plan

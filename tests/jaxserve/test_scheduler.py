@@ -15,6 +15,8 @@ from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.structured_params import RepetitionDetectionParams
 from tests.plan_rows import Row, rows_of
+from tests.sequences import make_sequence as a_sequence
+from tests.sequences import name_of
 
 STOP = 9
 
@@ -37,7 +39,7 @@ def make_scheduler(
 def make_sequence(name: str, prompt: int | list[int], new: int, **fields: Any) -> Sequence:
     """A prompt of its own tokens where only its length is given."""
     token_ids = random.Random(name).choices(range(100, 30_000), k=prompt) if isinstance(prompt, int) else list(prompt)
-    return Sequence(name, token_ids, len(token_ids), len(token_ids) + new, **fields)
+    return a_sequence(name, token_ids, len(token_ids), len(token_ids) + new, **fields)
 
 
 class Device:
@@ -156,7 +158,7 @@ class Device:
             before = expected[-1] if expected else hash(sequence.cache_root)
             expected.append(hash((before, context[position], versions[position])))
         held = [value for page in self.pages[slot] for value in self.memory[page]]
-        assert held[:end] == expected[:end], f"{sequence.sequence_id} reads another context"
+        assert held[:end] == expected[:end], f"{name_of(sequence)} reads another context"
         assert samples == (end == len(context))
         if not samples:
             assert slot not in masks
@@ -208,7 +210,7 @@ def check_books(scheduler: Scheduler) -> None:
     assert len(set(slots)) == len(slots) and -1 not in slots
     assert all(not sequence.tables and sequence.slot == -1 for sequence in scheduler.waiting)
     for queue in (list(scheduler.running), list(scheduler.waiting)):
-        assert queue == sorted(queue, key=lambda sequence: (sequence.priority, sequence.arrival))
+        assert queue == sorted(queue, key=lambda sequence: (sequence.request.priority, sequence.arrival))
 
 
 # ------------------------------------------------------------------------------------------------ steps
@@ -257,7 +259,7 @@ def test_long_prompts_are_chunked_and_mixed_with_decodes():
 
 def test_prompt_logprob_targets_follow_the_chunks():
     scheduler = make_scheduler(max_num_batched_tokens=4)
-    scheduler.add(make_sequence("a", [100, 101, 102, 103, 104, 105], new=1, wants_prompt_logprobs=True))
+    scheduler.add(make_sequence("a", [100, 101, 102, 103, 104, 105], new=1, prompt_logprobs=0))
     plans = drain(scheduler)
     assert [row.targets for plan in plans for row in rows_of(plan)] == [[101, 102, 103, 104], [105, -1]]
 
@@ -266,7 +268,7 @@ def test_prompt_logprobs_of_a_preempted_prompt_have_no_targets_among_its_output(
     scheduler = make_scheduler(num_pages=4, page_size=2, max_num_seqs=2)
     device = Device(scheduler)
     old = make_sequence("old", 3, 5)
-    young = make_sequence("young", [100, 101, 102], 4, wants_prompt_logprobs=True, reads_cache=False)
+    young = make_sequence("young", [100, 101, 102], 4, prompt_logprobs=0, reads_cache=False)
     scheduler.add(old)
     scheduler.add(young)
     plans = drain(scheduler, 1, device)
@@ -298,7 +300,8 @@ def test_stop_token_ends_and_the_step_in_flight_is_ignored():
     scheduler.add(sequence)
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first is not None and second is not None
-    assert scheduler.complete(first, [[8]]).sampled == [(sequence, 0, [8])]
+    completion = scheduler.complete(first, [[8]])
+    assert completion.sampled == completion.finished == [sequence]
     assert (sequence.finish_reason, sequence.stop_reason) == ("stop", 8)
     assert scheduler.complete(second, [[5]]).sampled == []
     assert sequence.token_ids[3:] == [8]
@@ -306,7 +309,7 @@ def test_stop_token_ends_and_the_step_in_flight_is_ignored():
 
 def test_min_length_outlives_stop_tokens():
     scheduler = make_scheduler()
-    sequence = make_sequence("a", prompt=3, new=10, stop_ids={9: None}, min_length=5)
+    sequence = make_sequence("a", prompt=3, new=10, stop_ids={9: None}, min_tokens=2)
     scheduler.add(sequence)
     for expected in (None, "stop"):
         plan = scheduler.schedule()
@@ -388,56 +391,18 @@ def test_a_preempted_sequence_finds_what_is_left_of_it_and_is_not_counted_again(
 # ------------------------------------------------------------------------------------------------ order
 
 
-def test_a_rollback_drops_tokens_and_samples_others_after_those_that_are_left():
-    scheduler = make_scheduler()
-    sequence = make_sequence("a", 6, 8, sampling=Sampling(OptionValues(presence_penalty=1.0)))
-    scheduler.add(sequence)
-    device = Device(scheduler)
-    for _ in range(5):
-        step(scheduler, device)
-    assert len(sequence.token_ids) == 11 and len(sequence.tables[0].pages) == 3
-    kept = sequence.token_ids[:9]
-    scheduler.rollback(sequence, 9)
-    assert sequence.token_ids == kept and list(scheduler.waiting) == [sequence]
-    check_books(scheduler)
-    device.context[sequence] = list(kept)
-    plan = step(scheduler, device)
-    assert plan.setups[0].token_ids == tuple(kept), "penalties count the tokens that are left"
-    assert [(row.start, row.token_ids) for row in rows_of(plan)] == [(8, kept[8:])], "the cache has the others"
-    assert sequence.token_ids == [*kept, 1009]
-    drain(scheduler, device=device)
-    assert sequence.finish_reason == "length" and len(sequence.token_ids) == 14
-
-
-def test_steps_in_flight_add_nothing_after_a_rollback():
-    scheduler = make_scheduler()
-    one, other = make_sequence("a", 6, 8), make_sequence("b", 6, 8)
-    scheduler.add(one)
-    scheduler.add(other)
-    device = Device(scheduler)
-    step(scheduler, device)
-    plan = scheduler.schedule()
-    assert plan is not None
-    tokens = device.run(plan)
-    known = list(one.token_ids)
-    scheduler.rollback(one, len(known))
-    completion = scheduler.complete(plan, tokens)
-    assert [sequence for sequence, _, _ in completion.sampled] == [other] and not completion.failed
-    assert one.token_ids == known and one.num_pending == 0 and len(other.token_ids) == 8
-
-
 def test_waiting_and_running_are_in_order_of_priority_then_arrival():
     scheduler = make_scheduler(max_num_seqs=2)
     names = {"a": 0, "b": 5, "c": -1, "d": 5, "e": 0}
     sequences = {name: make_sequence(name, 2, 2, priority=priority) for name, priority in names.items()}
     for sequence in sequences.values():
         scheduler.add(sequence)
-    assert [sequence.sequence_id for sequence in scheduler.waiting] == list("caebd")
+    assert [name_of(sequence) for sequence in scheduler.waiting] == list("caebd")
     device = Device(scheduler)
     first = scheduler.schedule()
     assert first is not None
     device.run(first)
-    assert [sequence.sequence_id for sequence in scheduler.running] == ["c", "a"]
+    assert [name_of(sequence) for sequence in scheduler.running] == ["c", "a"]
 
 
 def test_the_victim_is_the_lowest_priority_and_returns_to_its_place():
@@ -466,7 +431,7 @@ def test_a_long_prompt_leaves_room_for_short_ones():
             scheduler.add(make_sequence(f"short {i}", 3, 1))
         device = Device(scheduler)
         plan = step(scheduler, device)
-        rows = [(device.owner[row.slot].sequence_id, len(row.token_ids)) for row in rows_of(plan)]
+        rows = [(name_of(device.owner[row.slot]), len(row.token_ids)) for row in rows_of(plan)]
         assert rows == expected
 
 
@@ -488,7 +453,7 @@ def test_under_overload_first_tokens_come_in_order_of_arrival(seed: int, thresho
         if plan is not None:
             flight.append((plan, device.run(plan)))
         if flight and (plan is None or len(flight) == 2):
-            for sequence, _, _ in scheduler.complete(*flight.pop(0)).sampled:
+            for sequence in scheduler.complete(*flight.pop(0)).sampled:
                 first_tokens.setdefault(sequence, number)
         if number >= 100 and not scheduler.num_unfinished:
             break
@@ -831,7 +796,7 @@ class RandomLoad:
             "priority": rng.choice([0, 0, 0, 1, -1]),
             "cache_root": rng.choice([b"", b"", b"", b"salt"]),
             "reads_cache": rng.random() < 0.9,
-            "wants_prompt_logprobs": rng.random() < 0.1,
+            "prompt_logprobs": 0 if rng.random() < 0.1 else None,
             "sampling": Sampling(OptionValues(presence_penalty=rng.choice([0.0, 1.0]))),
             "repetition": RepetitionDetectionParams(max_pattern_size=2, min_count=4) if rng.random() < 0.1 else None,
         }
@@ -848,7 +813,7 @@ class RandomLoad:
         alive = [sequence for sequence in self.everyone if sequence.finish_reason is None]
         if alive and self.rng.random() < 0.95:
             one = self.rng.choice(alive)
-            request = [s for s in alive if s.sequence_id.split("-")[0] == one.sequence_id.split("-")[0]]
+            request = [s for s in alive if name_of(s).split("-")[0] == name_of(one).split("-")[0]]
             self.rng.shuffle(request)
             reasons: list[FinishReason] = ["abort", "error"]
             reason = self.rng.choice(reasons)
@@ -869,7 +834,7 @@ class RandomLoad:
             ended = {
                 "length": len(sequence.token_ids) == sequence.max_length,
                 "stop": last == STOP or (sequence.constraint is not None and last == 3),
-                "repetition": sequence.repetition is not None,
+                "repetition": sequence.request.params.repetition_detection is not None,
                 "abort": True,
                 "error": True,
             }

@@ -155,8 +155,8 @@ def test_experts_in_stages(settings: dict[str, Any], tmp_path: Path) -> None:
 def test_weights_have_the_names_of_the_whole_model(llm: LLM) -> None:
     """They can be read and replaced, in every stage that holds them."""
     with LLM("demo", **SETTINGS, **kernels_of(llm)) as one:
-        whole = one.engine.replicas[0]._runner.weights()
-    runner = llm.engine.replicas[0]._runner
+        whole = one.engine.replicas[0].runner.weights()
+    runner = llm.engine.replicas[0].runner
     held = runner.weights()
     assert held.keys() == whole.keys()
     if llm.plan.models[0].mesh.size > 1:

@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import normalizers, processors
 
-from jaxserve.engine.delivery import deliver
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.outputs import CompletionOutput
+from jaxserve.request import Request
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import SamplingParams
@@ -38,17 +38,17 @@ def generate(tokenizer: Tokenizer, token_ids: list[int], stop_ids: set[int], **f
     """The deltas of a request that samples these tokens, after a prompt of one token without text."""
     params = SamplingParams(logprobs=0, output_kind=RequestOutputKind.DELTA, **fields)
     prompt = [0]
-    sequence = Sequence("0-0", list(prompt), 1, 1000, stop_ids=dict.fromkeys(stop_ids))
+    asked = Request(request_id="0", params=params)
+    sequence = Sequence(asked, list(prompt), 1, 1000, stop_ids=dict.fromkeys(stop_ids))
     pieces = tokenizer.pieces(params.skip_special_tokens)
-    sample = Sample(0, sequence, Detokenizer(pieces, prompt_token_ids=prompt), [], TextOffsets(pieces, prompt))
-    request = RequestState("0", None, prompt, params, [sample], 0, 1.0, 2.0)
+    sample = Sample(sequence, Detokenizer(pieces, prompt_token_ids=prompt), [], TextOffsets(pieces, prompt))
+    request = RequestState(asked, prompt, [sample], 1.0, 2.0, tokenizer)
     found: list[CompletionOutput] = []
     for index, token in enumerate(token_ids):
         sequence.token_ids.append(token)
         if token in stop_ids or index == len(token_ids) - 1:
             sequence.finish_reason = "stop" if token in stop_ids else "length"
-        failures = deliver([(sequence, 0, [token])], {"0-0": (request, sample)}, scores(), tokenizer, 1.0).failures
-        assert not failures
+        sample.score(0, scores())
         output = request.next_output()
         assert output is not None
         found += output.outputs

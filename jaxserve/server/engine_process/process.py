@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from checkpoints import CheckpointError
 from jaxserve.config import SERVING_DEFAULTS, EngineConfig
-from jaxserve.engine.engine_thread import EngineThread
+from jaxserve.engine.loop import Loop
 from jaxserve.engine.model_defaults import generation_defaults
 from jaxserve.engine.resharding import Resharder
 from jaxserve.engine.startup import StartedEngine, start_engine
@@ -66,7 +66,7 @@ def main() -> None:
     inbox, outbox = Inbox(connection), Outbox(connection)
     try:
         start = inbox.read_start()
-        thread, serving = _serve(start, inbox, outbox)
+        loop = _serve(start, inbox, outbox)
     except Exception as error:
         if not isinstance(error, JaxserveError | CheckpointError):
             logger.exception("the engine could not start")
@@ -75,12 +75,11 @@ def main() -> None:
             error = ConfigError(text) if isinstance(error, ValueError) else JaxserveError(text)
         outbox.send(Failure(sendable_error(error)))
         _exit(outbox, EXIT_BAD_START)
-    thread.wait_ended()
-    serving.close()
-    if thread.failure is None:
-        thread.stop()
+    loop.wait_ended()
+    if loop.failure is None:
+        loop.stop()
         _exit(outbox, 0)
-    outbox.send(Failure(sendable_error(JaxserveError(f"the engine stopped: {thread.failure}"))))
+    outbox.send(Failure(sendable_error(JaxserveError(f"the engine stopped: {loop.failure}"))))
     _exit(outbox, EXIT_FAILED)
 
 
@@ -147,34 +146,34 @@ class Inbox:
                 yield message
 
 
-def watch(thread: EngineThread, outbox: Outbox, timeout_s: float) -> NoReturn:
+def watch(loop: Loop, outbox: Outbox, timeout_s: float) -> NoReturn:
     """Send heartbeats forever, and end the process with all stacks in its log if the engine's thread hangs.
 
     A timer in C ends the process unless it is reset while the engine makes progress or is idle; it works also when no
     Python thread can run any more.
 
     Args:
-        thread: Runs the engine.
+        loop: Runs the engine.
         outbox: Sends messages to the front end.
         timeout_s: Seconds without progress; 0: never end the process.
     """
     num_done = -1
     while True:
-        if num_done != thread.num_done or thread.is_idle:
-            num_done = thread.num_done
+        if num_done != loop.num_done or loop.is_idle:
+            num_done = loop.num_done
             if timeout_s:
                 faulthandler.dump_traceback_later(timeout_s, exit=True)
         outbox.send_heartbeat()
         time.sleep(min(_HEARTBEAT_S, timeout_s / 4) if timeout_s else _HEARTBEAT_S)
 
 
-def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> tuple[EngineThread, Serving]:
+def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> Loop:
     """Start the engine and everything that serves it."""
     config = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, **start.engine_arguments})
     started = start_engine(config)
     logger.info("%s", started.ledger)
     stats = None if config.disable_log_stats else StatsLogger(started.ledger.device)
-    thread = EngineThread(started.engine, stats)
+    loop = Loop(started.engine, stats)
     resharder, fields = Resharder(config, started), _default_fields(started, config)
     template, tokenizer = read_template(config.chat_template), started.engine.tokenizer
 
@@ -187,15 +186,15 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> tuple[EngineThread, Se
         return dataclasses.replace(info, **named)
 
     def reshard(mesh: str | None, layout: str | None) -> Resharded:
-        report = resharder.reshard(mesh, layout, lambda function: thread.call(function).result(), thread.deliver)
+        report = resharder.reshard(mesh, layout, lambda function: loop.call(function).result(), loop.deliver)
         return dataclasses.asdict(report), describe()
 
-    serving = Serving(started, thread, outbox, template, reshard)
+    serving = Serving(started, loop, outbox, template, reshard)
     inbox.hand_to(serving)
     outbox.send(describe())
-    watching = (thread, outbox, start.watchdog_timeout)
+    watching = (loop, outbox, start.watchdog_timeout)
     threading.Thread(target=watch, args=watching, name="jaxserve-watchdog", daemon=True).start()
-    return thread, serving
+    return loop
 
 
 def max_output_tokens(arguments: Mapping[str, Any], default_fields: Mapping[str, Any]) -> int | None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.engine.engine_thread import EngineThread
-from jaxserve.engine.preparation import Preparation
+from jaxserve.engine.loop import Loop
 from jaxserve.engine.startup import StartedEngine
 from jaxserve.errors import RequestError, RequestFailedError
 from jaxserve.server.converted_tokens import check_converted
@@ -27,30 +26,25 @@ class Queries:
 
     Args:
         started: The engine.
-        thread: Runs the engine.
-        preparation: Has threads for what takes a moment.
+        loop: Runs the engine.
         chat_template: The source of the server's own chat template, if it has one.
-        abort: Aborts requests by name; returns those that were running or waiting, once they have ended.
         reshard: Moves the engine to a mesh and a layout; returns what was done and the engine's new description.
     """
 
     def __init__(
         self,
         started: StartedEngine,
-        thread: EngineThread,
-        preparation: Preparation,
+        loop: Loop,
         chat_template: str | None,
-        abort: Callable[[list[str]], Future],
         reshard: Callable[[str | None, str | None], Any],
     ):
         self._started = started
-        self._thread = thread
-        self._preparation = preparation
+        self._loop = loop
         self._chat_template = chat_template
         self._move = reshard
         self._recording: ProfileRecording | None = None
         self._methods: dict[str, Callable[..., Future]] = {
-            "abort": abort,
+            "abort": loop.abort,
             "detokenize": self._detokenize,
             "metrics": self._metrics,
             "reshard": self._reshard,
@@ -81,7 +75,7 @@ class Queries:
                 check_converted("return_token_strs", len(token_ids))
             return token_ids, [tokenizer.id_to_token(token) or "" for token in token_ids] if with_strings else []
 
-        return self._preparation.call(tokenize)
+        return self._loop.call_aside(tokenize)
 
     def _detokenize(self, token_ids: list[int], skip_special_tokens: bool) -> Future:
         tokenizer = self._started.tokenizer
@@ -90,11 +84,11 @@ class Queries:
         if outside is not None:
             message = f"token id {outside} is out of vocabulary; expected ids from 0 to {vocab_size - 1}"
             raise RequestError(message, parameter="tokens", value=outside)
-        return self._preparation.call(lambda: tokenizer.decode(token_ids, skip_special_tokens))
+        return self._loop.call_aside(lambda: tokenizer.decode(token_ids, skip_special_tokens))
 
     def _tokenizer_info(self) -> Future:
         tokenizer = self._started.tokenizer
-        return self._preparation.call(lambda: tokenizer.info(self._chat_template))
+        return self._loop.call_aside(lambda: tokenizer.info(self._chat_template))
 
     def _metrics(self) -> Future:
         metrics: Future = concurrent.futures.Future()
@@ -102,7 +96,7 @@ class Queries:
         return metrics
 
     def _reset_prefix_cache(self) -> Future:
-        return self._thread.call(self._started.engine.reset_prefix_cache)
+        return self._loop.call(self._started.engine.reset_prefix_cache)
 
     def _reshard(self, mesh: str | None, layout: str | None) -> Future:
         """Move the engine, on a thread of its own because compiling takes long."""
@@ -133,7 +127,7 @@ class Queries:
                 self._recording = None
                 raise
 
-        return self._preparation.call(start)
+        return self._loop.call_aside(start)
 
     def _stop_profile(self) -> Future:
         recording = self._recording
@@ -144,7 +138,7 @@ class Queries:
             recording.finish()
             self._recording = None
 
-        return self._preparation.call(stop)
+        return self._loop.call_aside(stop)
 
 
 class ProfileRecording:

@@ -1,16 +1,15 @@
 """The requests of an engine process: limit, run and cancel them, and answer the front end's other messages."""
 
-import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from jaxserve.engine.engine_thread import EngineThread
-from jaxserve.engine.preparation import Preparation
+from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import StartedEngine
-from jaxserve.errors import SHUT_DOWN, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
+from jaxserve.engine.stream import Stream
+from jaxserve.errors import EngineDeadError
 from jaxserve.outputs import RequestOutput
 from jaxserve.server.engine_messages import (
     Cancel,
@@ -24,7 +23,7 @@ from jaxserve.server.engine_messages import (
     ToEngine,
     sendable_error,
 )
-from jaxserve.server.engine_process.outbox import Outbox, OutboxStream
+from jaxserve.server.engine_process.outbox import Outbox, SocketSink, own_error
 from jaxserve.server.engine_process.queries import Future, Queries
 
 logger = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class Serving:
 
     Args:
         started: The engine.
-        thread: Runs the engine.
+        loop: Runs the engine.
         outbox: Sends messages to the front end.
         chat_template: The source of the server's own chat template, if it has one.
         reshard: Moves the engine to a mesh and a layout; returns what was done.
@@ -47,17 +46,16 @@ class Serving:
     def __init__(
         self,
         started: StartedEngine,
-        thread: EngineThread,
+        loop: Loop,
         outbox: Outbox,
         chat_template: str | None,
         reshard: Callable[[str | None, str | None], Resharded],
     ):
         self._started = started
-        self._thread = thread
+        self._loop = loop
         self._outbox = outbox
-        self._preparation = Preparation(thread)
-        self._queries = Queries(started, thread, self._preparation, chat_template, self._abort, reshard)
-        self._requests: dict[int, OutboxStream] = {}
+        self._queries = Queries(started, loop, chat_template, reshard)
+        self._requests: dict[int, tuple[Stream, SocketSink]] = {}
         self._lock = threading.Lock()  # of the dict
 
     def handle(self, message: ToEngine) -> None:
@@ -67,9 +65,9 @@ class Serving:
         elif isinstance(message, Cancel):
             for number in message.numbers:
                 with self._lock:
-                    stream = self._requests.get(number)
-                if stream is not None:
-                    stream.silence()
+                    found = self._requests.get(number)
+                if found is not None:
+                    found[1].silence()
         elif isinstance(message, Query):
             self._query(message)
         elif isinstance(message, Stop):
@@ -79,51 +77,33 @@ class Serving:
 
     def stop(self, drain_s: float) -> None:
         """End the engine's thread, and with it the process, after at most ``drain_s`` seconds. Does not wait."""
-        threading.Thread(target=self._thread.stop, args=(drain_s,), daemon=True).start()
-
-    def close(self) -> None:
-        """End the threads that prepare requests. Does not wait."""
-        self._preparation.close(wait=False)
+        threading.Thread(target=self._loop.stop, args=(drain_s,), daemon=True).start()
 
     def _submit(self, message: Submit) -> None:
         request = message.request
-        stream = OutboxStream(self._outbox, message.number, request.request_id, self._on_end)
-        with self._lock:
-            self._requests[message.number] = stream
         deadline_s = None if request.timeout_s is None else message.arrival_s + request.timeout_s
+        sink = SocketSink(self._outbox, message.number, request.request_id, self._on_end)
+        stream = Stream(sink, request.request_id, deadline_s, "last")
+        with self._lock:
+            self._requests[message.number] = stream, sink
 
-        def make() -> RequestState:
-            if stream.is_silent:
-                raise concurrent.futures.CancelledError
+        def prepare() -> RequestState:
             prepared = self._started.engine.prepare(request, message.arrival_s)
             if message.is_waiting:
                 self._outbox.send(Outputs([Output(message.number, _prompt_of(prepared))]))
             return prepared
 
-        def report(begun: "concurrent.futures.Future[None]") -> None:
-            error = begun.exception()
-            if error is not None and not stream.is_silent:
-                stream.refuse(_own_error(error, f"request {request.request_id}"))
+        try:
+            self._loop.submit(stream, prepare)
+        except EngineDeadError as error:
+            self._loop.refuse(stream, error)
 
-        self._preparation.begin(stream, make, deadline_s).add_done_callback(report)
-
-    def _on_end(self, stream: OutboxStream) -> None:
-        """Forget a request once its stream sends nothing more, and end the request if it still runs."""
+    def _on_end(self, sink: SocketSink) -> None:
+        """Forget a request once its sink takes nothing more, and end the request if it still runs."""
         with self._lock:
-            self._requests.pop(stream.number, None)
-        if stream.is_silent:
-            self._thread.drop(stream)
-
-    def _abort(self, request_ids: list[str]) -> Future:
-        wanted = set(request_ids)
-        with self._lock:
-            streams = [stream for stream in self._requests.values() if stream.request_id in wanted]
-        for stream in streams:
-            stream.is_cancelled = True
-        found = [stream.request_id for stream in streams]
-        aborted: Future = concurrent.futures.Future()
-        self._thread.abort(found).add_done_callback(lambda _: aborted.set_result(found))
-        return aborted
+            found = self._requests.pop(sink.number, None)
+        if found is not None and sink.is_silent:
+            self._loop.drop(found[0])
 
     def _query(self, query: Query) -> None:
         def send(future: Future) -> None:
@@ -131,7 +111,7 @@ class Serving:
             if error is None:
                 result = future.result()
             else:
-                result = sendable_error(_own_error(error, f"control method {query.method}"))
+                result = sendable_error(own_error(error, f"control method {query.method}"))
             self._outbox.send(QueryResult(query.number, result))
 
         self._queries.call(query.method, query.arguments).add_done_callback(send)
@@ -145,16 +125,6 @@ def _prompt_of(request: RequestState) -> RequestOutput:
         outputs=[],
         finished=False,
     )
-
-
-def _own_error(error: BaseException, what: str) -> JaxserveError:
-    """Return the error that the client gets if ``what`` fails; any but our own errors is a bug, and is logged."""
-    if isinstance(error, JaxserveError):
-        return error
-    if isinstance(error, concurrent.futures.CancelledError):
-        return EngineDeadError(SHUT_DOWN)
-    logger.error("%s failed", what, exc_info=error)
-    return RequestFailedError(f"{what} failed: {unforeseen(error)}")
 
 
 def max_num_seqs(started: StartedEngine) -> int:

@@ -174,24 +174,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         report = await self._frontend.engine.reshard(mesh, layout)
         if self._frontend.ledger.is_open:
             self._frontend.open()
-        return admin_pb2.ReshardResponse(
-            from_mesh=_mesh_axes(report["from_mesh"]),
-            to_mesh=_mesh_axes(report["to_mesh"]),
-            from_layout=report["from_layout"],
-            to_layout=report["to_layout"],
-            num_programs=report["num_programs"],
-            compile_s=report["compile_s"],
-            pause_s=report["pause_s"],
-            drain_s=report["drain_s"],
-            move_s=report["move_s"],
-            warm_up_s=report["warm_up_s"],
-            weight_bytes=report["weight_bytes"],
-            page_bytes=report["page_bytes"],
-            num_pages=report["num_pages"],
-            num_cached_pages=report["num_cached_pages"],
-            num_requeued=report["num_requeued"],
-            num_recomputed_tokens=report["num_recomputed_tokens"],
-        )
+        meshes = {name: _mesh_axes(report.pop(name)) for name in ("from_mesh", "to_mesh")}
+        return admin_pb2.ReshardResponse(**meshes, **report)
 
     def _profile_directory(self) -> str:
         directory = self._frontend.config.profile_dir

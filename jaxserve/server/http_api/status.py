@@ -1,6 +1,5 @@
 """What a server says about itself: models, health, version, load, metrics, and the status page."""
 
-import asyncio
 import base64
 import hashlib
 import re
@@ -10,14 +9,14 @@ from typing import Any
 
 from starlette.responses import HTMLResponse, Response
 
-from jaxserve.errors import JaxserveError, RequestError
+from jaxserve.errors import JaxserveError
 from jaxserve.metric_types import Metric
 from jaxserve.server.errors import UnknownModelError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.generation import VERSION
 from jaxserve.server.http_api.responses import json_response
-from jaxserve.server.metrics import engine_metrics, metrics_text, model_of, versions
+from jaxserve.server.metrics import engine_metrics, info_of, metrics_text, versions
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 
 _NUMBERS = (
@@ -31,7 +30,6 @@ _MODEL_FACTS = (
     *("device", "layout", "attention_backend"),
 )
 _CACHE_FACTS = ("num_pages", "page_size", "num_tokens", "size_bytes")
-_TEMPLATE_LIMIT_S = 5.0
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -113,7 +111,6 @@ class StatusPage:
     """``GET /``, the page, and ``GET /status.json``, the numbers that it shows."""
 
     def __init__(self):
-        self._has_chat: bool | None = None
         self._html = resources.files("jaxserve.server.http_api").joinpath("status_page.html").read_text("utf-8")
         policy = content_security_policy(self._html)
         self._headers = {**_HEADERS, "Content-Security-Policy": policy, "Cache-Control": "no-cache"}
@@ -126,22 +123,7 @@ class StatusPage:
     async def numbers(self, call: HttpCall) -> Response:
         """Return the numbers."""
         report = _report(call.frontend, await engine_metrics(call.frontend))
-        if self._has_chat is None:
-            self._has_chat = await _has_chat_template(call.frontend)
-        report["has_chat"] = bool(self._has_chat)
         return json_response(report, headers={**_HEADERS, "Cache-Control": "no-store"})
-
-
-async def _has_chat_template(frontend: Frontend) -> bool | None:
-    """Return whether the model has a chat template; None if the engine does not respond."""
-    try:
-        async with asyncio.timeout(_TEMPLATE_LIMIT_S):
-            await frontend.engine.render_chat({"messages": [{"role": "user", "content": "?"}]})
-    except RequestError:
-        return False
-    except (JaxserveError, TimeoutError):
-        return None
-    return True
 
 
 def content_security_policy(page: str) -> str:
@@ -158,15 +140,16 @@ def content_security_policy(page: str) -> str:
 
 
 def _report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, Any]:
-    """Return what ``/status.json`` has except ``has_chat``; ``engine`` is None if the engine does not respond."""
-    described, counts = model_of(frontend), frontend.log.counts
+    """Return what ``/status.json`` has; ``engine`` is None if the engine does not respond."""
+    info, counts = info_of(frontend), frontend.log.counts
     values = {metric.name.partition(":")[2]: metric.value for metric in engine or () if not metric.labels}
     state = "down" if engine is None else "ready" if frontend.ledger.is_open else "busy"
     return {
         "state": state,
         "uptime_s": round(time.time() - frontend.created_s, 3),
         "model_names": list(frontend.model_names),
-        "model": None if described is None else _facts(described),
+        "model": None if info is None else _facts(info.model),
+        "has_chat": info is not None and info.has_chat_template,
         "engine": {name: values[name] for name in _NUMBERS if name in values} if engine else None,
         "requests": {
             "started": counts.started,

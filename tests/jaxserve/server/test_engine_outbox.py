@@ -11,12 +11,12 @@ from typing import Any, cast
 import pytest
 
 from jaxserve import EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
-from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.stream import Stream
 from jaxserve.errors import JaxserveError, OverloadedError, RequestFailedError
 from jaxserve.server.engine_messages import HEADER, FromEngine, Heartbeat, Outputs, QueryResult, unpack
-from jaxserve.server.engine_process.outbox import Outbox, OutboxStream
-from tests.jaxserve.fake_engine import DELTA, PATIENCE_S, FakeEngine, make_request
+from jaxserve.server.engine_process.outbox import Outbox, SocketSink
+from tests.jaxserve.fake_engine import DELTA, PATIENCE_S, FakeEngine, make_request, start_loop
 
 Content = RequestOutput | JaxserveError
 
@@ -41,14 +41,17 @@ class Line:
         self.front_end.settimeout(PATIENCE_S)
         self.own = own
         self.engine = FakeEngine()
-        self.thread = EngineThread(self.engine)
+        self.thread = start_loop(self.engine)
         self.outbox = Outbox(own, limit_bytes)
-        self.ended: list[OutboxStream] = []
+        self.ended: list[SocketSink] = []
 
-    def submit(self, number: int, num_tokens: int = 5, params: SamplingParams = DELTA) -> OutboxStream:
-        stream = OutboxStream(self.outbox, number, f"request-{number}", self.ended.append)
-        self.thread.submit(stream, make_request(number, num_tokens, params))
+    def submit(self, number: int, num_tokens: int = 5, params: SamplingParams = DELTA) -> Stream:
+        stream = Stream(self.sink(number), metrics="last")
+        self.thread.submit(stream, lambda: make_request(number, num_tokens, params))
         return stream
+
+    def sink(self, number: int) -> SocketSink:
+        return SocketSink(self.outbox, number, f"request-{number}", self.ended.append)
 
     def run(self, count: int) -> None:
         asyncio.run(self.engine.run(count))
@@ -166,9 +169,10 @@ def test_a_front_end_that_does_not_read_stops_no_step_and_loses_nothing(make_lin
     for number in numbers:
         line.submit(number, num_tokens)
     line.engine.allow(2 * num_tokens)
-    wait_for(lambda: line.engine.num_steps >= num_tokens and not line.thread.num_unfinished)  # without a single read
+    wait_for(lambda: line.engine.num_steps >= num_tokens and not line.engine.num_unfinished)  # without a single read
     assert line.outbox.is_full
-    assert line.outbox._num_waiting_bytes < 2 * limit_bytes
+    rests = len(numbers) * (100 + 4 * num_tokens)  # the last output of each, which needs no room
+    assert line.outbox._num_waiting_bytes < 2 * limit_bytes + rests
     line.receive(num_filled)
     found = line.read_until_finished(*numbers)
     for number in numbers:
@@ -217,30 +221,29 @@ def test_nothing_more_is_said_to_nobody(make_line: Callable[..., Line]) -> None:
     line = make_line()
     first, second = line.submit(1, 100), line.submit(2, 4)
     line.run(1)
-    first.silence()
+    cast("SocketSink", first.sink).silence()
     line.thread.drop(first)
     line.engine.allow(100)
     found = line.read_until_finished(2)
     assert 1 not in found or len(found[1]) == 1
     assert line.engine.aborted == ["1"]
-    assert line.ended == [first, second]
+    assert line.ended == [first.sink, second.sink]
 
 
 def test_a_refused_request_gets_its_error(make_line: Callable[..., Line]) -> None:
     line = make_line()
-    stream = OutboxStream(line.outbox, 5, "five", line.ended.append)
-    stream.refuse(OverloadedError("too many"))
-    stream.refuse(OverloadedError("too many"))
+    stream = Stream(line.sink(5))
+    line.thread.refuse(stream, OverloadedError("too many"))
+    line.thread.refuse(stream, OverloadedError("too many"))
     ((number, error),) = line.read_outputs()
     assert (number, type(error), str(error)) == (5, OverloadedError, "too many")
-    assert line.ended == [stream]
+    assert line.ended == [stream.sink]
 
 
 def test_a_name_in_use_and_a_dead_engine_are_errors_of_a_request(make_line: Callable[..., Line]) -> None:
     line = make_line()
     line.submit(1, 100_000)
-    twin = OutboxStream(line.outbox, 11, "twin", line.ended.append)
-    line.thread.submit(twin, make_request(1))
+    line.thread.submit(Stream(line.sink(11)), lambda: make_request(1))
     line.engine.allow(1)
     (error,) = line.read_until_finished(11)[11]
     assert str(error) == "request id '1' is in use"
@@ -293,7 +296,7 @@ def test_a_front_end_that_has_gone_stops_no_step(make_line: Callable[..., Line])
     line.run(1)
     line.front_end.close()
     line.engine.allow(2000)
-    wait_for(lambda: line.engine.num_steps >= 1000 and not line.thread.num_unfinished)
+    wait_for(lambda: line.engine.num_steps >= 1000 and not line.engine.num_unfinished)
     line.outbox.send(QueryResult(1, None))
     line.outbox.close(PATIENCE_S)
     assert not line.outbox._deltas and not line.outbox._messages

@@ -267,9 +267,8 @@ def test_a_slow_reader_gets_joined_deltas(run: Run, client: EngineClient) -> Non
         (asked("1" * 256), "maximum context length is 256 tokens. However, you requested 1 output", "input_tokens"),
         (asked(params=GREEDY.clone(structured_outputs={"regex": "("})), "cannot be compiled", None),
         (asked(None, chat={"messages": [{"role": "x", "content": ""}]}), "expected role user or assistant", None),
-        (asked(None, chat={"colour": 1}), "unknown chat option 'colour'", None),
     ],
-    ids=range(10),
+    ids=range(9),
 )
 def test_wrong_requests_fail_alone(
     run: Run, client: EngineClient, request_: Request, message: str, parameter: str | None
@@ -402,6 +401,29 @@ def test_aborted_requests_end_with_what_they_have(run: Run, client: EngineClient
     assert names == ["aborted"]
     assert texts[0].finish_reason == "abort"
     assert run(client.abort(["aborted"])) == []
+
+
+RENDERING = {"messages": [{"role": "user", "content": "x"}], "chat_template": LOOP}
+"""A conversation whose template takes a second, until it is killed."""
+
+
+def test_a_request_is_aborted_while_its_template_renders(run: Run, client: EngineClient) -> None:
+    async def abort() -> tuple[list[CompletionOutput], list[str]]:
+        reading = asyncio.ensure_future(answer(client, asked(None, chat=RENDERING), "rendering"))
+        await asyncio.sleep(0.1)
+        names = await client.abort(["rendering", "unknown", ""])
+        return await reading, names
+
+    texts, names = run(abort())
+    assert names == ["rendering"]
+    assert [(one.text, one.finish_reason) for one in texts] == [("", "abort")]
+
+
+def test_a_deadline_while_a_template_renders(run: Run, client: EngineClient) -> None:
+    begin_s = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"deadline exceeded: not finished within 0\.2 s"):
+        run(outputs_of(client, asked(None, chat=RENDERING, timeout_s=0.2)))
+    assert time.monotonic() - begin_s < 0.9  # not when the template is killed
 
 
 def test_a_deadline_mid_decode(run: Run, client: EngineClient, switches: Path) -> None:
@@ -691,6 +713,19 @@ def test_stopping_lets_requests_end(run: Run) -> None:
 
         assert run(drain())[0].finish_reason == "length"
         assert run(client.wait_ended()) == "it was stopped"
+
+
+def test_requests_that_fail_together_fail_while_their_templates_render(run: Run) -> None:
+    with running(run, chat_template_timeout=60.0) as client:
+
+        async def fail() -> list[Any]:
+            requests = [asked(None, chat=RENDERING), asked(params=LONG)]
+            reading = [asyncio.ensure_future(outputs_of(client, one, f"r{i}")) for i, one in enumerate(requests)]
+            await until(lambda: is_at(client, "num_requests_running", 1))
+            client.fail_requests(UnavailableError("the server shut down"))
+            return await asyncio.gather(*reading, return_exceptions=True)
+
+        assert [str(error) for error in run(fail())] == ["the server shut down"] * 2
 
 
 def test_stopping_at_once_ends_requests_with_what_they_have(run: Run) -> None:

@@ -321,8 +321,8 @@ def test_an_error_while_a_stream_runs_does_not_end_it() -> None:
     go_on = asyncio.Event()
     generate = engine.generate
 
-    async def waiting(request: Any) -> Any:
-        async for output in generate(request):
+    async def waiting(request: Any, **options: Any) -> Any:
+        async for output in generate(request, **options):
             yield output
             await go_on.wait()
 

@@ -12,7 +12,7 @@ from jaxserve import RequestError
 from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
-from jaxserve.server.renderers import Renderers, render_job
+from jaxserve.server.renderers import Renderers
 from jaxserve.text.chat import render_chat
 
 PATIENCE_S = 60.0
@@ -148,23 +148,6 @@ async def pauses() -> AsyncIterator[None]:
         yield
         await asyncio.sleep(0.01)
     raise concurrent.futures.TimeoutError
-
-
-# ---------------------------------------------------------------- what a conversation may ask for
-
-
-@pytest.mark.parametrize(
-    ("chat", "message"),
-    [
-        ({"colour": 1}, "unknown chat option 'colour'; valid: messages, tools,"),
-        ({"chat_template": "/etc/passwd"}, "chat_template is not a Jinja template"),
-        ({"chat_template": ["{{"]}, "chat_template is not a Jinja template"),
-    ],
-    ids=range(3),
-)
-def test_wrong_options_of_a_conversation_are_refused(chat: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        render_job({"messages": MESSAGES, **chat}, told({}), "auto")
 
 
 def test_templates_are_chosen_as_everywhere(renderers: Renderers) -> None:

@@ -15,7 +15,6 @@ from starlette.testclient import TestClient
 from jaxserve.errors import EngineDeadError, RequestFailedError
 from jaxserve.metric_types import Counter, Gauge, Metric
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.http_api import status
 from jaxserve.server.http_api.app import make_app
 from jaxserve.server.http_api.status import content_security_policy
 from tests.jaxserve.server.threaded_server import threaded_server
@@ -55,30 +54,14 @@ def test_numbers_after_a_known_load() -> None:
     assert "jaxserve" in report["versions"]
 
 
-def test_the_chat_template_is_asked_for_once() -> None:
+@pytest.mark.parametrize("has_chat", [True, False])
+def test_a_page_knows_whether_there_is_a_chat_template(has_chat: bool) -> None:
     engine = ObservedEngine()
-    engine.has_chat = False
+    engine.has_chat = has_chat
     client = client_of(make_frontend(engine))
-    assert [client.get("/status.json").json()["has_chat"] for _ in range(3)] == [False] * 3
-    assert engine.num_renderings == 1
-
-
-def test_an_engine_that_cannot_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def wait(chat: Any) -> tuple[str, list[int]]:
-        await asyncio.sleep(60)
-        return "", []
-
-    async def die(chat: Any) -> tuple[str, list[int]]:
-        raise EngineDeadError("gone")
-
-    engine = ObservedEngine()
-    client = client_of(make_frontend(engine))
-    monkeypatch.setattr(status, "_TEMPLATE_LIMIT_S", 0.01)
-    for rendering in (wait, die):
-        with monkeypatch.context() as changed:
-            changed.setattr(engine, "render_chat", rendering)
-            assert client.get("/status.json").json()["has_chat"] is False
-    assert client.get("/status.json").json()["has_chat"] is True
+    assert client.get("/status.json").json()["has_chat"] is has_chat
+    engine.is_ready = False
+    assert client.get("/status.json").json()["has_chat"] is False
 
 
 def test_states() -> None:

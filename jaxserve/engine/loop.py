@@ -1,0 +1,400 @@
+"""The loop that steps an engine on a thread of its own, and feeds streams of outputs."""
+
+import collections
+import concurrent.futures
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.engine.stream import StepEngine, Stream, wake_readers
+from jaxserve.errors import (
+    SHUT_DOWN,
+    DeadlineError,
+    EngineDeadError,
+    JaxserveError,
+    RequestFailedError,
+    unforeseen,
+)
+from jaxserve.structured_output.grammars import copy_error
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_NUM_THREADS = 2  # more would only slow the steps down
+
+
+class Loop:
+    """Prepares requests, steps an engine while it has any, and puts outputs into the sinks of streams. Thread-safe.
+
+    An output is made when the sink has room for it, or if it is the last; until then tokens stay in the request.
+
+    Args:
+        engine: The engine, which only the loop's thread steps from now on.
+        stats: Logs statistics periodically; None for no log.
+
+    Attributes:
+        failure: The error that stopped the engine; None if it runs or was shut down.
+        num_done: Number of steps and commands so far; grows while the engine makes progress.
+        is_idle: Whether the engine has no work, so that ``num_done`` need not grow.
+    """
+
+    def __init__(self, engine: StepEngine, stats: StatsLogger | None = None):
+        self._engine = engine
+        self._stats = stats
+        self._preparing: set[Stream] = set()
+        self._open: dict[str, Stream] = {}
+        self._behind: list[Stream] = []
+        self._next_deadline_s = math.inf
+        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._wakeup = threading.Condition()
+        self._drain_until_s: float | None = None
+        self.failure: BaseException | None = None
+        self._is_stopped = False
+        self._has_ended_streams = threading.Event()
+        self.num_done = 0
+        self.is_idle = False
+        self._pool = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "jaxserve-prepare")
+        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine accepts requests."""
+        return not self._is_stopped and self._drain_until_s is None
+
+    def submit(self, stream: Stream, prepare: Callable[[], RequestState]) -> None:
+        """Prepare a request on another thread, wait for its grammar, and queue it.
+
+        Errors end the stream, except the following.
+
+        Args:
+            stream: Of the request.
+            prepare: Validates and tokenizes the prompt.
+
+        Raises:
+            EngineDeadError: The engine failed or was shut down.
+        """
+        with self._wakeup:
+            if not self.is_running:
+                raise self._dead()
+            self._preparing.add(stream)
+            self._pool.submit(self._prepare, stream, prepare)
+
+    def refuse(self, stream: Stream, error: BaseException) -> None:
+        """End the stream of a request that is not queued, unless it has ended."""
+        with self._wakeup:
+            is_first = not stream.has_ended
+            stream.has_ended = True
+            self._preparing.discard(stream)
+        if is_first:
+            stream.sink.put(error)
+            stream.sink.readers.wake([stream.sink])
+
+    def drop(self, stream: Stream) -> None:
+        """End a stream without a reader, and abort its request. Does not block."""
+        stream.has_ended = True
+        request = stream.request
+        if request is not None and not request.is_finished():
+            self._post(lambda: self._drop(stream, request))
+
+    def abort(self, request_ids: Iterable[str]) -> "concurrent.futures.Future[list[str]]":
+        """Abort requests; their streams end with the tokens so far and finish reason ``abort``.
+
+        Returns:
+            The ids among these that are of unfinished requests. Once the future is done, the pages of the requests are
+            free; those that are still being prepared end before they run.
+        """
+        wanted = set(request_ids)
+
+        def abort() -> list[str]:
+            preparing = [stream for stream in tuple(self._preparing) if stream.request_id in wanted]
+            for stream in preparing:
+                stream.is_cancelled = True
+            streams = {name: stream for name, stream in self._open.items() if name in wanted}
+            self._abort(list(streams.values()))
+            return [*(stream.request_id for stream in preparing), *streams]
+
+        return self.call(abort)
+
+    def call(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
+        """Run a function on the engine's thread, between two steps.
+
+        Raises:
+            EngineDeadError: The engine failed or was shut down.
+        """
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self._is_stopped:
+                    raise self._dead()
+                future.set_result(function())
+            except BaseException as error:  # a caller waits for the future, whatever happens
+                future.set_exception(error)
+                if isinstance(error, EngineDeadError) and not self._is_stopped:
+                    raise  # the function has stopped the engine
+
+        if not self._post(run):
+            raise self._dead()
+        return future
+
+    def call_aside(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
+        """Run a short function on the threads that prepare requests.
+
+        Raises:
+            EngineDeadError: The engine failed or was shut down.
+        """
+        try:
+            return self._pool.submit(function)
+        except RuntimeError:
+            raise EngineDeadError(SHUT_DOWN) from None
+
+    def deliver(self, changed: Iterable[RequestState]) -> None:
+        """Put outputs of requests that a step, or a function passed to ``call``, has changed. On the loop's thread."""
+        found = [self._open.get(request.request_id) for request in changed]
+        behind, self._behind = self._behind, []
+        self._offer(dict.fromkeys(stream for stream in [*behind, *found] if stream is not None))
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Stop accepting requests, wait up to ``drain_s`` seconds for in-flight ones, abort the rest, end the thread.
+
+        Streams of aborted requests end with the tokens so far and finish reason ``abort``. May be called again, with a
+        shorter ``drain_s`` taking effect.
+        """
+        with self._wakeup:
+            until_s = time.monotonic() + drain_s
+            self._drain_until_s = until_s if self._drain_until_s is None else min(until_s, self._drain_until_s)
+            self._wakeup.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def join_preparation(self) -> None:
+        """Wait for the threads that prepare requests to end, once the loop has stopped."""
+        self._pool.shutdown()
+
+    def wait_ended(self) -> None:
+        """Block until every stream has ended because the engine failed or was stopped; devices may not be freed yet."""
+        self._has_ended_streams.wait()
+
+    # ---------------------------------------------------------------- other threads
+
+    def _post(self, command: Callable[[], None]) -> bool:
+        """Queue a command for the thread; return False if the thread has ended."""
+        with self._wakeup:
+            if not self._is_stopped:
+                self._inbox.append(command)
+                self._wakeup.notify()
+            return not self._is_stopped
+
+    def _prepare(self, stream: Stream, prepare: Callable[[], RequestState]) -> None:
+        """Prepare a request, and queue it once its grammar is compiled."""
+        try:
+            if stream.has_ended:
+                raise concurrent.futures.CancelledError
+            if stream.deadline_s is not None and stream.deadline_s <= time.monotonic():
+                raise DeadlineError("deadline exceeded before the request was prepared")
+            request = stream.request = prepare()
+        except BaseException as error:  # a panic in a Rust tokenizer is a BaseException
+            self.refuse(stream, error)
+            return
+        if request.grammar is None:
+            self._post_prepared(stream)
+        else:
+            request.grammar.add_done_callback(lambda grammar: self._post_prepared(stream, grammar.exception()))
+
+    def _post_prepared(self, stream: Stream, error: BaseException | None = None) -> None:
+        """Queue a request, or end its stream because its grammar is invalid or the engine stops."""
+        with self._wakeup:
+            if self.is_running and error is None:
+                self._post(lambda: self._enqueue(stream))
+                return
+        if self.is_running and error is not None:
+            failure = copy_error(error)
+            failure.__cause__ = error
+        else:
+            failure = self._dead()
+        self.refuse(stream, failure)
+
+    def _dead(self) -> EngineDeadError:
+        error = EngineDeadError(f"the engine stopped: {self.failure or 'it was shut down'}")
+        error.__cause__ = self.failure
+        return error
+
+    # ---------------------------------------------------------------- the loop's thread
+
+    def _run(self) -> None:
+        """Run the thread until ``stop`` is called or the engine fails."""
+        try:
+            while self._wait_for_work():
+                while self._inbox:
+                    self._inbox.popleft()()
+                    self.num_done += 1
+                self._expire()
+                if self._engine.num_unfinished:
+                    self.deliver(self._step())
+                    self.num_done += 1
+                    self._log()
+        except BaseException as error:
+            # An EngineDeadError has the first failure as its cause.
+            self.failure = error.__cause__ or error
+            logger.exception("the engine stopped")
+        finally:
+            self._end()
+
+    def _step(self) -> list[RequestState]:
+        """Run a step. After an interrupt or an exit in the middle of one, the next step fails its requests."""
+        try:
+            return self._engine.step()
+        except Exception:
+            raise
+        except BaseException:
+            logger.exception("a step was interrupted")
+            return []
+
+    def _wait_for_work(self) -> bool:
+        """Block while there is no work; return whether to continue."""
+        with self._wakeup:
+            while not self._inbox and not self._engine.num_unfinished and self._drain_until_s is None:
+                is_quiet = self._stats is None or self._stats.is_quiet
+                self.is_idle = True
+                self._wakeup.wait(None if is_quiet or self._stats is None else max(self._stats.remaining_s(), 0.0))
+                self.is_idle = False
+                self._log()
+            if self._stats is not None:
+                self._stats.resume()
+            if self._drain_until_s is None:
+                return True
+            return bool(self._engine.num_unfinished or self._inbox) and time.monotonic() < self._drain_until_s
+
+    def _log(self) -> None:
+        if self._stats is not None and self._stats.is_due():
+            self._stats.log(self._engine.metrics())
+
+    def _enqueue(self, stream: Stream) -> None:
+        """Queue a prepared request; if its deadline has passed or the engine rejects it, end its stream."""
+        request, deadline_s = stream.request, stream.deadline_s
+        assert request is not None
+        self._preparing.discard(stream)
+        if stream.has_ended:
+            return
+        try:
+            if self._is_stopped:
+                raise self._dead()
+            if deadline_s is not None and deadline_s <= time.monotonic():
+                raise _deadline_error(request)
+            self._engine.enqueue(request)
+        except JaxserveError as error:
+            self.refuse(stream, error)
+            return
+        except Exception as error:
+            logger.exception("request %s: failed to enqueue it", request.request_id)
+            self.refuse(stream, RequestFailedError(unforeseen(error)))
+            return
+        self._open[request.request_id] = stream
+        if stream.is_cancelled:
+            self._abort([stream])
+        elif deadline_s is not None:
+            self._next_deadline_s = min(self._next_deadline_s, deadline_s)
+
+    def _abort(self, streams: list[Stream]) -> None:
+        """Abort the requests of open streams, and put their last outputs."""
+        for stream in streams:
+            assert stream.request is not None
+            self._engine.abort(stream.request)
+        self._offer(streams)
+
+    def _drop(self, stream: Stream, request: RequestState) -> None:
+        """Abort the request of a stream without a reader, unless another stream has its id now."""
+        if self._close(stream, request):
+            self._engine.abort(request)
+
+    def _expire(self) -> None:
+        """Abort requests whose deadline has passed."""
+        if self._next_deadline_s > (now := time.monotonic()):
+            return
+        woken: list[Stream] = []
+        for stream in [one for one in self._open.values() if one.deadline_s is not None and one.deadline_s <= now]:
+            assert stream.request is not None
+            self._engine.abort(stream.request)
+            self._close(stream, stream.request)
+            stream.sink.put(_deadline_error(stream.request))
+            woken.append(stream)
+        self._next_deadline_s = min((one.deadline_s or math.inf for one in self._open.values()), default=math.inf)
+        wake_readers(woken)
+
+    def _offer(self, streams: Iterable[Stream]) -> None:
+        """Put the next output or the error of each stream, and wake the readers."""
+        wake_readers([stream for stream in streams if self._put_next(stream)])
+
+    def _put_next(self, stream: Stream) -> bool:
+        """Put the next output or the error of a stream; return whether there was one."""
+        request = stream.request
+        assert request is not None
+        is_last = request.is_finished()
+        if stream.has_ended:  # it is being dropped
+            if is_last:
+                self._close(stream, request)
+            return False
+        if not is_last and not stream.sink.has_room:
+            self._behind.append(stream)
+            return False
+        try:
+            content = request.error or request.next_output(
+                stream.metrics == "all" or (is_last and stream.metrics == "last")
+            )
+        except Exception as error:
+            logger.exception("request %s: failed to create its output", request.request_id)
+            self._engine.abort(request)
+            content = RequestFailedError(unforeseen(error))
+        if isinstance(content, RequestFailedError):
+            content = RequestFailedError(f"request {request.request_id} failed: {content}")
+        if content is None:
+            return False
+        if isinstance(content, BaseException) or content.finished:
+            self._close(stream, request)
+        stream.sink.put(content)
+        return True
+
+    def _close(self, stream: Stream, request: RequestState) -> bool:
+        """End an open stream; return False if it is not open, even if another one has its request id."""
+        stream.has_ended = True
+        is_open = self._open.get(request.request_id) is stream
+        if is_open:
+            del self._open[request.request_id]
+        return is_open
+
+    def _end(self) -> None:
+        """End all streams, run the remaining commands, and free the devices."""
+        with self._wakeup:
+            self._is_stopped = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            if self.failure is None:
+                self._abort(list(self._open.values()))
+        except Exception as error:
+            self.failure = error
+        for stream in [*self._open.values(), *tuple(self._preparing)]:
+            self.refuse(stream, self._dead())
+        self._open.clear()
+        while self._inbox:
+            self._inbox.popleft()()
+        self._has_ended_streams.set()
+        try:
+            self._engine.close()
+        except Exception:
+            logger.exception("failed to close the engine")
+        self.is_idle = True
+
+
+def _deadline_error(request: RequestState) -> DeadlineError:
+    elapsed_s = time.monotonic() - request.arrival_s
+    num_tokens = sum(sample.sequence.num_output_tokens for sample in request.samples)
+    return DeadlineError(f"deadline exceeded {elapsed_s:.3f} s after arrival, with {num_tokens} output tokens")

@@ -1,0 +1,56 @@
+"""Sequences of requests that only a scheduler runs."""
+
+from typing import Any
+
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.structured_params import RepetitionDetectionParams
+
+
+def make_sequence(
+    name: str,
+    token_ids: list[int],
+    num_prompt_tokens: int,
+    max_length: int,
+    *,
+    priority: int = 0,
+    min_tokens: int = 0,
+    prompt_logprobs: int | None = None,
+    repetition: RepetitionDetectionParams | None = None,
+    **fields: Any,
+) -> Sequence:
+    """Make a sequence of a request of its own, with the name as its id."""
+    params = SamplingParams(
+        max_tokens=max_length,
+        min_tokens=min_tokens,
+        prompt_logprobs=prompt_logprobs,
+        repetition_detection=repetition,
+    )
+    request = Request(request_id=name, params=params, priority=priority)
+    return Sequence(request, token_ids, num_prompt_tokens, max_length, **fields)
+
+
+def name_of(sequence: Sequence) -> str:
+    """Return the name that a sequence was made with."""
+    return sequence.request.request_id
+
+
+STOP_STRING = "the stop string"
+
+
+class StopAfter:
+    """Text whose stop string is complete with the token of a number, counted from 1.
+
+    Attributes:
+        num_pushed: Number of tokens so far, up to that one.
+    """
+
+    def __init__(self, num_tokens: int):
+        self._num_tokens = num_tokens
+        self.num_pushed = 0
+
+    def push_tokens(self, token_ids: list[int], /) -> tuple[str, int] | None:
+        """Return the verdict of a detokenizer."""
+        self.num_pushed = min(self.num_pushed + len(token_ids), self._num_tokens)
+        return (STOP_STRING, self.num_pushed) if self.num_pushed == self._num_tokens else None
