@@ -177,13 +177,6 @@ def test_every_architecture_has_a_case() -> None:
     assert {architecture for _, _, architecture in FAMILIES.values()} == set(ARCHITECTURES)
 
 
-def rope_of(path: Path) -> RopeConfig:
-    """The rotary positions of a model that has them."""
-    rope = read_model_config(path).rope
-    assert rope is not None
-    return rope
-
-
 def test_llama_3_1_has_factors_of_frequencies(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, BASE, seed=1)
     tensors, _ = to_gguf("llama", BASE, load_file(tmp_path / "model.safetensors"))
