@@ -11,7 +11,7 @@ from jaxserve.bench.serve_http import HttpClient, HttpResponse
 from jaxserve.bench.serve_ready import ask_http
 from jaxserve.bench.serve_records import BenchServeError
 from jaxserve.models.loading import find_model_directory
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.gguf_tokenizer import load_model_tokenizer
 
 WORDS = tuple(first + second for first, second in itertools.product(string.ascii_lowercase, repeat=2))
 """Short words of about one token each, whatever the tokenizer."""
@@ -67,7 +67,7 @@ def local_tokens(model: str) -> TokenSource:
     Raises:
         ConfigError: No tokenizer can be read.
     """
-    tokenizer = load_tokenizer(find_model_directory(model))
+    tokenizer = load_model_tokenizer(find_model_directory(model))
 
     async def decode(token_ids: list[int]) -> str:
         return tokenizer.decode(token_ids)

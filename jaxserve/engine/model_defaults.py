@@ -12,8 +12,8 @@ from jaxserve.models.hf_config import ConfigFields
 from jaxserve.parsers import chosen_reasoning, reasoning_parser
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.reasoning import ReasoningMarkers
-from jaxserve.text.gguf_tokenizer import has_tokenizer
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.gguf_tokenizer import has_tokenizer, load_model_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tokenizer_files import read_json
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
     if config.tokenizer is not None:
         if is_gguf(directory):
             logger.info("%s: the tokenizer is that of %s, not that of the file", directory, config.tokenizer)
-        return load_tokenizer(
+        return load_model_tokenizer(
             resolve_model(
                 config.tokenizer, config.tokenizer_revision, config.download_dir, config.hf_token, load_format="dummy"
             ),
@@ -68,7 +68,7 @@ def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
         has_one = has_tokenizer(directory)
     else:
         has_one = any((directory / name).exists() for name in _TOKENIZER_FILES)
-    return load_tokenizer(directory, config.tokenizer_mode) if has_one else None
+    return load_model_tokenizer(directory, config.tokenizer_mode) if has_one else None
 
 
 def eos_token_ids(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:

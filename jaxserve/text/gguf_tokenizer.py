@@ -10,13 +10,14 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from checkpoints import CheckpointError
+from checkpoints import CheckpointError, is_gguf
 from checkpoints.quantized.gguf_file import GgufFiles, Metadata
 from jaxserve.errors import ConfigError
 from jaxserve.text.fast_backend import FastBackend
 from jaxserve.text.flagged_tokens import add_flagged_tokens
 from jaxserve.text.gguf_splits import SPLITTINGS, Splitting
 from jaxserve.text.sentencepiece_backend import SentencePieceBackend
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from jaxserve.text.tokenizer_files import TokenizerSettings
 
 _PREFIX: Final = "tokenizer.ggml."
@@ -34,24 +35,28 @@ _TEMPLATE: Final = "tokenizer.chat_template"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
 
-def read_gguf_tokenizer(path: Path) -> tuple[FastBackend | SentencePieceBackend, TokenizerSettings]:
-    """Return the tokenizer of a GGUF file, and its special tokens and chat templates.
+def load_model_tokenizer(path: Path, tokenizer_mode: str = "auto") -> Tokenizer:
+    """Load the tokenizer of a model: that of a directory, as ``load_tokenizer`` does, or of a GGUF file.
 
     Raises:
-        ConfigError: The file is damaged, has no tokenizer, or one of a kind that is not supported.
+        ConfigError: The tokenizer is missing, invalid or unsupported.
     """
+    if not is_gguf(path):
+        return load_tokenizer(path, tokenizer_mode)
+    if tokenizer_mode == "hf":
+        raise ConfigError(f"tokenizer_mode='hf' cannot read the tokenizer of {path}; use 'auto', or pass --tokenizer")
     model, settings = _read(path)
     if isinstance(model, bytes):
-        return SentencePieceBackend(model, settings, str(path)), settings
+        return Tokenizer(path, SentencePieceBackend(model, settings, str(path)), settings)
     add_flagged_tokens(model, settings.config, settings.special_tokens)
-    return FastBackend(model), settings
+    return Tokenizer(path, FastBackend(model), settings)
 
 
 def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
     """Return the tokenizer of a GGUF file as the files of a model directory, by name; none if it has no tokenizer.
 
     Raises:
-        ConfigError: As for ``read_gguf_tokenizer``.
+        ConfigError: As for ``load_model_tokenizer``.
     """
     if not has_tokenizer(path):
         return {}

@@ -51,10 +51,6 @@ def _is_path(value: Any, directory: str) -> bool:
     return isinstance(value, str) and directory in value
 
 
-def _is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf" and path.is_file()
-
-
 MODES = ("auto", "hf", "slow")
 
 
@@ -78,7 +74,7 @@ class Tokenizer:
         """
         if self._given_hf is not None or isinstance(self._backend, SentencePieceBackend):
             return self._given_hf
-        if _is_gguf(self._directory):
+        if self._directory.is_file():  # a model in one file, which has no tokenizer that transformers could read
             return _as_transformers(self._backend, self.special_tokens)
         hf = _load_with_transformers(self._directory)
         add_flagged_tokens(hf.backend_tokenizer, self._settings.config, self.special_tokens)
@@ -228,7 +224,7 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
 
     Args:
       directory: Directory with tokenizer.json, a sentencepiece tokenizer.model, or files that transformers can load
-        (vocab.json and merges.txt); or a GGUF file.
+        (vocab.json and merges.txt).
       tokenizer_mode: "auto" tries them in that order; "hf" always uses transformers, which takes about 1 s longer;
         "slow" uses tokenizer.model if there is one, else transformers.
 
@@ -238,14 +234,6 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
     if tokenizer_mode not in MODES:
         raise ConfigError(f"tokenizer_mode must be one of {MODES}, got {tokenizer_mode!r}")
     path = Path(directory)
-    if _is_gguf(path):
-        from jaxserve.text.gguf_tokenizer import read_gguf_tokenizer  # it imports checkpoints, and these JAX
-
-        if tokenizer_mode == "hf":
-            raise ConfigError(
-                f"tokenizer_mode='hf' cannot read the tokenizer of {path}; use 'auto', or pass --tokenizer"
-            )
-        return Tokenizer(path, *read_gguf_tokenizer(path))
     if not path.is_dir():
         raise ConfigError(f"no tokenizer: {path} is not a directory")
     settings = read_settings(path)

@@ -25,7 +25,7 @@ from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.lab.plan import read_model
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.models.loading import read_model_config
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.gguf_tokenizer import load_model_tokenizer
 from tests.gguf_files import plain, write_gguf
 from tests.gguf_models import metadata_of, random_store, store_q8_0, to_gguf
 from tests.random_checkpoint import LLAMA, write_checkpoint
@@ -412,7 +412,7 @@ def test_conversion_to_a_directory(stories_model: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(array, values[name])
     one, other = read_model_config(target), read_model_config(path)
     assert (one.dtype, other.dtype) == ("float32", "bfloat16") and dataclasses.replace(one, dtype=other.dtype) == other
-    tokenizer, original = load_tokenizer(target), load_tokenizer(path)
+    tokenizer, original = load_model_tokenizer(target), load_model_tokenizer(path)
     for text in ("Once upon a time", "<s>Once </s> there"):
         assert tokenizer.encode(text) == original.encode(text)
     assert tokenizer.chat_templates == original.chat_templates and tokenizer.special_tokens == original.special_tokens

@@ -11,7 +11,8 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.text.gguf_splits import SPLITTINGS
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.gguf_tokenizer import load_model_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests.gguf_files import write_gguf
 
 MARK = "\n__ggml_vocab_test__\n"
@@ -37,7 +38,7 @@ def check_original(tokenizer: Tokenizer, folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", OF_LLAMA_CPP)
 def test_vocabularies_of_llama_cpp(name: str, shared_data: Path) -> None:
-    tokenizer = load_tokenizer(shared_data / "tokenizers" / "ggml-vocab" / f"ggml-vocab-{name}.gguf")
+    tokenizer = load_model_tokenizer(shared_data / "tokenizers" / "ggml-vocab" / f"ggml-vocab-{name}.gguf")
     check_llama_cpp(tokenizer, shared_data, name)
     original = {"gpt-2": "gpt2", "llama-spm": "llama2", "phi-3": "phi3"}.get(name)
     if original is not None:
@@ -80,7 +81,7 @@ def qwen(folder: Path, pre: str) -> dict[str, Any]:
 
 def test_qwen(shared_data: Path, tmp_path: Path) -> None:
     metadata = {**qwen(shared_data, "qwen2"), "tokenizer.ggml.eos_token_id": 151645}
-    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata, {}))
+    tokenizer = load_model_tokenizer(write_gguf(tmp_path / "m.gguf", metadata, {}))
     check_llama_cpp(tokenizer, shared_data, "qwen2")
     check_original(tokenizer, shared_data, "qwen")
     assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
@@ -89,7 +90,7 @@ def test_qwen(shared_data: Path, tmp_path: Path) -> None:
 
 
 def test_a_wrong_pattern_is_seen(shared_data: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", qwen(shared_data, "gpt-2"), {}))
+    tokenizer = load_model_tokenizer(write_gguf(tmp_path / "m.gguf", qwen(shared_data, "gpt-2"), {}))
     with pytest.raises(AssertionError):
         check_llama_cpp(tokenizer, shared_data, "qwen2")
 
@@ -103,7 +104,7 @@ def test_a_wrong_pattern_is_seen(shared_data: Path, tmp_path: Path) -> None:
 )
 def test_originals(name: str, file: str, pre: str, shared_data: Path, tmp_path: Path) -> None:
     metadata = from_tokenizer_json(shared_data / "tokenizers" / name / file, pre)
-    check_original(load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata, {})), shared_data, name)
+    check_original(load_model_tokenizer(write_gguf(tmp_path / "m.gguf", metadata, {})), shared_data, name)
 
 
 def tiny(**fields: Any) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def test_flags_special_tokens_and_templates(tmp_path: Path) -> None:
         "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}",
         "tokenizer.chat_template.tool_use": "{{ messages[0].content }}{{ eos_token }}",
     }
-    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata, {}))
+    tokenizer = load_model_tokenizer(write_gguf(tmp_path / "m.gguf", metadata, {}))
     assert tokenizer.encode("ab a<tool>") == [0, 4, 5, 2, 6, 1]
     assert tokenizer.encode("ab", add_special_tokens=False) == [4]
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.vocab_size) == (0, 1, 7)
@@ -138,9 +139,9 @@ def test_flags_special_tokens_and_templates(tmp_path: Path) -> None:
     assert set(tokenizer.chat_templates) == {"default", "tool_use"}
     assert tokenizer.hf("ab a<tool>")["input_ids"] == tokenizer.encode("ab a<tool>")
     assert tokenizer.hf.bos_token == "<s>"
-    plain = load_tokenizer(write_gguf(tmp_path / "plain.gguf", tiny(), {}))
+    plain = load_model_tokenizer(write_gguf(tmp_path / "plain.gguf", tiny(), {}))
     assert plain.encode("ab") == [4] and not plain.chat_templates
-    by_default = load_tokenizer(write_gguf(tmp_path / "llama.gguf", tiny(pre="llama-bpe"), {}))
+    by_default = load_model_tokenizer(write_gguf(tmp_path / "llama.gguf", tiny(pre="llama-bpe"), {}))
     assert by_default.encode("ab") == [0, 4]
 
 
@@ -170,12 +171,12 @@ BAD = {
 def test_bad_metadata_is_named(case: str, tmp_path: Path) -> None:
     metadata, message = BAD[case]
     with pytest.raises(ConfigError, match=message):
-        load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata, {}))
+        load_model_tokenizer(write_gguf(tmp_path / "m.gguf", metadata, {}))
 
 
 def test_transformers_cannot_read_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tokenizer_mode='hf' cannot read the tokenizer of"):
-        load_tokenizer(write_gguf(tmp_path / "m.gguf", tiny(), {}), "hf")
+        load_model_tokenizer(write_gguf(tmp_path / "m.gguf", tiny(), {}), "hf")
 
 
 @pytest.mark.parametrize("pre", SPLITTINGS)
@@ -188,7 +189,7 @@ def test_every_pattern_compiles_and_keeps_the_text(pre: str, tmp_path: Path) -> 
         merges=[],
         add_bos_token=False,
     )
-    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata, {}))
+    tokenizer = load_model_tokenizer(write_gguf(tmp_path / "m.gguf", metadata, {}))
     text = "It's 12345 TIMES  as Führer's\r\n\n\t日本語 ½ end "
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
@@ -225,6 +226,6 @@ def byte_alphabet() -> dict[str, int]:
 
 @pytest.mark.slow
 def test_llama3(shared_data: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", llama3(shared_data), {}))
+    tokenizer = load_model_tokenizer(write_gguf(tmp_path / "m.gguf", llama3(shared_data), {}))
     check_llama_cpp(tokenizer, shared_data, "llama-bpe")
     check_original(tokenizer, shared_data, "llama3")
