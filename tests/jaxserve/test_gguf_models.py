@@ -19,7 +19,10 @@ from checkpoints.quantized.planes import Planes
 from checkpoints.tensor_info import whole_index
 from jaxserve import LLM, SamplingParams
 from jaxserve.cli import main
+from jaxserve.config import EngineConfig
+from jaxserve.engine.model_defaults import find_tokenizer
 from jaxserve.errors import ConfigError, UnsupportedModelError
+from jaxserve.lab.plan import read_model
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.models.loading import read_model_config
 from jaxserve.text.tokenizer import load_tokenizer
@@ -191,6 +194,29 @@ def test_a_configuration_beside_it_takes_precedence(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.INFO):
         assert read_model_config(path).rope.theta == 500.0
     assert f"the model is as {tmp_path / 'config.json'} describes it" in caplog.text
+
+
+def test_plans_and_checks_of_the_method(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "m.gguf", metadata_of("llama", BASE), {"token_embd.weight": plain(np.zeros((51, 16), np.float32))}
+    )
+    assert read_model(EngineConfig(model=str(tmp_path))) == read_model_config(path, quantization="gguf")
+    assert find_tokenizer(EngineConfig(model=str(path)), path) is None
+    with pytest.raises(ConfigError, match="quantization='awq': the weights in .* are quantized with gguf"):
+        read_model_config(path, quantization="awq")
+
+
+def test_another_tokenizer_takes_precedence(
+    stories_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = json.loads((stories_model / "config.json").read_text())
+    path = write_gguf(tmp_path / "m.gguf", stories_metadata(stories_model, config), {})
+    own = find_tokenizer(EngineConfig(model=str(path)), path)
+    assert own is not None and "default" in own.chat_templates and not caplog.text
+    with caplog.at_level(logging.INFO):
+        other = find_tokenizer(EngineConfig(model=str(path), tokenizer=str(stories_model)), path)
+    assert other is not None and "default" not in other.chat_templates
+    assert f"the tokenizer is that of {stories_model}, not that of the file" in caplog.text
 
 
 BAD = {
