@@ -23,7 +23,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.model_defaults import find_tokenizer
 from jaxserve.errors import ConfigError, UnsupportedModelError
 from jaxserve.lab.plan import read_model
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.models.loading import read_model_config
 from jaxserve.text.tokenizer import load_tokenizer
 from tests.gguf_files import plain, write_gguf
@@ -134,6 +134,13 @@ def comparable(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, has_default_eos=False)
 
 
+def rope_of(path: Path) -> RopeConfig:
+    """Return the rotary embedding of a model."""
+    rope = read_model_config(path).rope
+    assert rope is not None
+    return rope
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_values_and_configuration_of_each_family(family: str, is_tied: bool, tmp_path: Path) -> None:
@@ -176,7 +183,7 @@ def test_llama_3_1_has_factors_of_frequencies(tmp_path: Path) -> None:
     tensors["rope_freqs.weight"] = plain(np.array(FACTORS, np.float32))
     folder = tmp_path / "gguf"
     folder.mkdir()
-    rope = read_model_config(write_gguf(folder / "m.gguf", metadata_of("llama", BASE), tensors)).rope
+    rope = rope_of(write_gguf(folder / "m.gguf", metadata_of("llama", BASE), tensors))
     assert (rope.kind, rope.short_factor, rope.attention_factor) == ("longrope", tuple(FACTORS), 1.0)
     assert rope.original_max_positions == rope.max_positions == BASE["max_position_embeddings"]
 
@@ -187,12 +194,12 @@ def test_a_configuration_beside_it_takes_precedence(tmp_path: Path, caplog: pyte
     write_checkpoint(source, BASE, seed=1)
     tensors, _ = to_gguf("llama", BASE, load_file(source / "model.safetensors"))
     path = write_gguf(tmp_path / "m.gguf", metadata_of("llama", BASE), tensors)
-    assert read_model_config(path).rope.theta == 20000.0
+    assert rope_of(path).theta == 20000.0
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert read_model_config(path).rope.theta == 20000.0
+    assert rope_of(path).theta == 20000.0
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "rope_theta": 500.0}))
     with caplog.at_level(logging.INFO):
-        assert read_model_config(path).rope.theta == 500.0
+        assert rope_of(path).theta == 500.0
     assert f"the model is as {tmp_path / 'config.json'} describes it" in caplog.text
 
 
