@@ -11,7 +11,7 @@ from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.pooling import pooling_state
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.errors import RequestError
-from jaxserve.logprobs import FlatLogprobs, Logprob, SampleLogprobs
+from jaxserve.logprobs import FlatLogprobs
 from jaxserve.request import Request, check_length
 from jaxserve.sampling_options import SAMPLING_OPTIONS, OptionValues
 from jaxserve.sampling_params import SamplingParams, check_against
@@ -22,6 +22,7 @@ from jaxserve.structured_output.grammars import DeferredConstraint, Grammar, Gra
 from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, find_reasoning, open_section
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.text_offsets import TextOffsets, prompt_offsets
+from jaxserve.text.token_pieces import TokenPieces
 from jaxserve.text.tokenizer import Tokenizer
 
 GrammarFuture = concurrent.futures.Future[Grammar]
@@ -171,17 +172,14 @@ class Admission:
             assert self.grammars is not None
             grammar = self.grammars.submit(params.structured_outputs)
         request = dataclasses.replace(request, params=params)
-        return RequestState(
-            request=request,
-            prompt_token_ids=token_ids,
-            samples=self._samples(request, token_ids, default_seed, grammar),
-            arrival_s=arrival_s,
-            queued_s=time.monotonic(),
-            tokenizer=self.tokenizer if params.detokenize else None,
-            prompt_logprobs=_empty_prompt_logprobs(params, len(token_ids)),
-            prompt_offsets=self._prompt_offsets(request, token_ids),
-            grammar=grammar,
-        )
+        samples = self._samples(request, token_ids, default_seed, grammar)
+        tokenizer = self.tokenizer if params.detokenize else None
+        state = RequestState(request, token_ids, samples, arrival_s, time.monotonic(), tokenizer, grammar=grammar)
+        if params.prompt_logprobs is not None:
+            state.prompt_logprobs = [None for _ in token_ids]
+            if tokenizer is not None:  # in the given text, or in the tokens' own if it may have been truncated
+                state.prompt_offsets = prompt_offsets(tokenizer, request.text if kept is None else None, token_ids)
+        return state
 
     def _samples(
         self, request: Request, prompt: list[int], default_seed: int, grammar: GrammarFuture | None
@@ -203,8 +201,10 @@ class Admission:
         )
         seed = default_seed if params.seed is None else params.seed
         samples: list[Sample] = []
+        tokenizer = self.tokenizer if params.detokenize else None
+        pieces = None if tokenizer is None else tokenizer.pieces(params.skip_special_tokens)
         for index, constraint in enumerate(self._constraints(request, prompt, grammar, bad_words)):
-            detokenizer = self._detokenizer(prompt, params)
+            detokenizer = None if pieces is None else _detokenizer(pieces, params, prompt)
             sequence = Sequence(
                 request,
                 list(prompt),
@@ -218,7 +218,10 @@ class Admission:
                 constraint=constraint,
                 stop_strings=detokenizer if params.stop_strings else None,
             )
-            samples.append(Sample(sequence, detokenizer, _empty_logprobs(params), self._offsets(prompt, params)))
+            samples.append(Sample(sequence, detokenizer))
+            if params.logprobs is not None or params.logprob_token_ids:
+                samples[-1].logprobs = FlatLogprobs() if params.flat_logprobs else []
+                samples[-1].offsets = None if pieces is None else TextOffsets(pieces, prompt)
         sequences = [sample.sequence for sample in samples]
         sequences[0].followers = sequences[1:]
         return samples
@@ -304,36 +307,12 @@ class Admission:
 
         return [make() for _ in range(request.params.n)]
 
-    def _detokenizer(self, prompt: list[int], params: SamplingParams) -> Detokenizer | None:
-        if self.tokenizer is None or not params.detokenize:
-            return None
-        return Detokenizer(
-            self.tokenizer.pieces(params.skip_special_tokens),
-            stop=params.stop_strings,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            min_tokens=params.min_tokens,
-            prompt_token_ids=prompt,
-        )
 
-    def _offsets(self, prompt: list[int], params: SamplingParams) -> TextOffsets | None:
-        if self.tokenizer is None or not params.detokenize or _empty_logprobs(params) is None:
-            return None
-        return TextOffsets(self.tokenizer.pieces(params.skip_special_tokens), prompt)
-
-    def _prompt_offsets(self, request: Request, token_ids: list[int]) -> list[int] | None:
-        """Return where the prompt's tokens begin: in the given text, or in their own if it may have been truncated."""
-        params = request.params
-        if self.tokenizer is None or not params.detokenize or params.prompt_logprobs is None:
-            return None
-        text = request.text if request.truncate_prompt_tokens is None else None
-        return prompt_offsets(self.tokenizer, text, token_ids)
-
-
-def _empty_logprobs(params: SamplingParams) -> SampleLogprobs | None:
-    if params.logprobs is None and not params.logprob_token_ids:
-        return None
-    return FlatLogprobs() if params.flat_logprobs else []
-
-
-def _empty_prompt_logprobs(params: SamplingParams, num_tokens: int) -> list[dict[int, Logprob] | None] | None:
-    return None if params.prompt_logprobs is None else [None for _ in range(num_tokens)]
+def _detokenizer(pieces: TokenPieces, params: SamplingParams, prompt: list[int]) -> Detokenizer:
+    return Detokenizer(
+        pieces,
+        stop=params.stop_strings,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+        prompt_token_ids=prompt,
+    )

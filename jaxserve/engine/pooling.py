@@ -51,7 +51,7 @@ def pooling_state(
         cache_root=limits.cache_root(request.cache_salt, request.request_id, length),
         reads_cache=params.pooling == "last",
     )
-    return RequestState(request, token_ids, [Sample(sequence, None, None)], arrival_s, queued_s)
+    return RequestState(request, token_ids, [Sample(sequence, None)], arrival_s, queued_s)
 
 
 def pooled_vector(total: Float[np.ndarray, " D"], num_tokens: int, params: PoolingParams) -> Float[np.ndarray, " D"]:

@@ -85,7 +85,7 @@ class Sample:
 
     sequence: Sequence
     detokenizer: Detokenizer | None
-    logprobs: SampleLogprobs | None
+    logprobs: SampleLogprobs | None = None
     offsets: TextOffsets | None = None
     scores: collections.deque[TokenLogprobs] = dataclasses.field(default_factory=collections.deque[TokenLogprobs])
     cumulative_logprob: float = 0.0

@@ -65,15 +65,15 @@ def _patch_admission(module: Any) -> None:
 
     module.make_sampling = faulty
 
-    make_detokenizer = module.Admission._detokenizer
+    make_detokenizer = module._detokenizer
 
-    def with_faulty_detokenizer(self: Any, prompt: Any, params: Any) -> Any:
-        detokenizer = make_detokenizer(self, prompt, params)
+    def with_faulty_detokenizer(pieces: Any, params: Any, prompt: Any) -> Any:
+        detokenizer = make_detokenizer(pieces, params, prompt)
         if DETOKENIZER_STOP_ID in (params.stop_token_ids or ()):
             detokenizer.push_tokens = _raise  # its first token already fails
         return detokenizer
 
-    module.Admission._detokenizer = with_faulty_detokenizer
+    module._detokenizer = with_faulty_detokenizer
 
 
 def _patch_grammars(module: Any) -> None:
