@@ -77,7 +77,7 @@ def resolve_model(
         return _download_gguf(tagged[1], tagged[3], revision, download_dir, token, load_format)
     if _HUB_ID.fullmatch(model) is None:
         raise CheckpointError(
-            f"{model!r} is neither an existing directory or GGUF file nor a hub id such as 'Qwen/Qwen3-0.6B'"
+            f"{model!r} is neither an existing directory nor a GGUF file nor a hub id such as 'Qwen/Qwen3-0.6B'"
         )
     first, *others = _WEIGHT_PATTERNS[load_format]
     snapshot = _download(model, revision, download_dir, token, [*CONFIG_PATTERNS, *first])

@@ -35,6 +35,8 @@ _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.f
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 _PARITY = np.array([bits | (bits.bit_count() & 1) << 7 for bits in range(128)], np.uint8)
 """Eight signs of which seven are stored: the number of negative ones is even."""
+_SIGNS = (1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")).astype(np.int8)
+"""The factors that the bits of a byte stand for, the lowest first."""
 
 
 def _split(blocks: np.ndarray, *sizes: int) -> list[np.ndarray]:
@@ -184,11 +186,16 @@ def _iq4_xs(blocks: np.ndarray) -> Unpacked:
 
 def _points(name: str, indices: np.ndarray, signs: np.ndarray | None) -> np.ndarray:
     """Return the points of a grid as codes, negative where a bit of ``signs`` is set."""
-    points = grid(name)[indices].reshape(len(indices), -1)
+    points = _gather(grid(name), indices)
     if signs is not None:
-        negative = np.unpackbits(signs.reshape(len(signs), -1), axis=1, bitorder="little")
-        np.negative(points, out=points, where=negative.view(np.bool_))
+        points *= _gather(_SIGNS, signs.reshape(len(signs), -1))
     return points
+
+
+def _gather(table: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Return rows of an int8 table of 4 or 8 columns, one after the other for each row of indices."""
+    words = table.view(np.uint32 if table.shape[1] == 4 else np.uint64).reshape(-1)
+    return words[indices].view(np.int8)
 
 
 def _iq_scales(d: np.ndarray, nibbles: np.ndarray, step: float) -> np.ndarray:

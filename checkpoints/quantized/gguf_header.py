@@ -8,6 +8,7 @@ array are located in one pass and decoded when they are used.
 
 import math
 import struct
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from checkpoints.quantized.gguf_types import REFUSED, TYPES, GgufType
 MAX_HEADER_BYTES = 256 << 20
 FIRST_BYTES = 1 << 20
 MAX_AXES = 4
+MAX_ENTRIES = 100_000
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _MAX_NAME_BYTES = 65535
@@ -55,7 +57,7 @@ class Strings:
             of string ``i + 1``.
     """
 
-    def __init__(self, where: str, data: bytes, starts: list[int]) -> None:
+    def __init__(self, where: str, data: bytes, starts: "array[int]") -> None:
         self._where, self._data, self._starts = where, data, starts
 
     def __len__(self) -> int:
@@ -136,8 +138,8 @@ class _Parser:
                 f"GGUF version {version} is not supported; supported: {', '.join(map(str, _VERSIONS))}"
                 + (" in little-endian order; this file is big-endian" if is_swapped else "")
             )
-        num_tensors = self._count("tensors", 8 + 4 + 4 + 8)
-        num_fields = self._count("metadata fields", 8 + 4 + 1)
+        num_tensors = self._count("tensors", 8 + 4 + 4 + 8, MAX_ENTRIES)
+        num_fields = self._count("metadata fields", 8 + 4 + 1, MAX_ENTRIES)
         metadata: dict[str, Value] = {}
         for _ in range(num_fields):
             name = self._string("the name of a metadata field", _MAX_NAME_BYTES)
@@ -214,7 +216,7 @@ class _Parser:
         if kind == _STRING:
             return self._strings(where, self._count(f"strings of {where}", 8))
         if kind == _ARRAY:
-            count = self._count(f"arrays of {where}", 12)
+            count = self._count(f"arrays of {where}", 12, MAX_ENTRIES)
             if depth == _MAX_DEPTH:
                 raise self._error(f"{where} has arrays in arrays, more than {_MAX_DEPTH} deep")
             return [self._array(where, depth + 1) for _ in range(count)]
@@ -225,7 +227,7 @@ class _Parser:
 
     def _strings(self, where: str, count: int) -> Strings:
         data, at, unpack = self._data, self._at, _U64.unpack_from
-        starts: list[int] = []
+        starts = array("Q")
         try:
             for _ in range(count):
                 starts.append(at + 8)
@@ -255,10 +257,12 @@ class _Parser:
             raise self._error(f"{where} has type {kind}, expected 0 to 12")
         return _SCALARS[kind]
 
-    def _count(self, what: str, least_bytes: int) -> int:
+    def _count(self, what: str, least_bytes: int, most: int | None = None) -> int:
         """Return a count of things that take at least ``least_bytes`` each, checked against the rest of the file."""
         count = self._u64(f"the number of {what}")
         rest = self._num_bytes - self._at
+        if most is not None and count > most:
+            raise self._error(f"{count} {what}, expected at most {most}")
         if count * least_bytes > rest:
             raise self._error(f"{count} {what} do not fit in the {rest} bytes that follow")
         return count

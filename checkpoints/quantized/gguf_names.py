@@ -122,6 +122,8 @@ ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 """Tensors that are part of the configuration: what rotary frequencies are divided by."""
 
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LONE_EXPERT = re.compile(r"blk\.(\d+)\.(\w+)\.(\d+)\.(weight)")
+"""A tensor of one expert, as files from before April 2024 have them."""
 _OTHER_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
 _HEAD_COUNTS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 
@@ -161,6 +163,10 @@ def sources(metadata: Metadata, tensors: Mapping[str, TensorInfo]) -> dict[str, 
 def _named(metadata: Metadata, architecture: Architecture, stored: str, shape: tuple[int, ...]) -> dict[str, Source]:
     """Return the tensors that a stored one has."""
     in_layer, other = _LAYER_TENSOR.fullmatch(stored), _OTHER_TENSOR.fullmatch(stored)
+    lone = _LONE_EXPERT.fullmatch(stored)
+    if lone and f"{lone[2]}_exps" in architecture.layer:
+        module = architecture.layer[f"{lone[2]}_exps"].format(int(lone[3]))
+        return {f"model.layers.{int(lone[1])}.{module}.weight": Source(stored, shape)}
     if in_layer and in_layer[2] in architecture.layer:
         part, kind = in_layer[2], in_layer[3]
         name = f"model.layers.{int(in_layer[1])}.{architecture.layer[part]}.{kind}"

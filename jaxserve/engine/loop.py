@@ -110,7 +110,7 @@ class Loop:
             The ids among these that are of unfinished requests. Once the future is done, the pages of the requests are
             free; those that are still being prepared end before they run.
         """
-        wanted = set(request_ids)
+        wanted = set(request_ids) - {""}  # streams without a name of the caller's
 
         def abort() -> list[str]:
             preparing = [stream for stream in tuple(self._preparing) if stream.request_id in wanted]

@@ -20,13 +20,6 @@ class StopVerdict(NamedTuple):
     """Number of output tokens up to the one that completed the stop string; later ones are dropped."""
 
 
-class DetokenizedDelta(NamedTuple):
-    """Result of a push."""
-
-    text: str
-    stop: StopVerdict | None
-
-
 @functools.lru_cache(maxsize=32)
 def _proper_prefixes(stop: tuple[str, ...]) -> frozenset[str]:
     """Return the proper prefixes of stop strings; cached because the samples of a request share them."""
@@ -109,13 +102,6 @@ class Detokenizer:
             if self._verdict is not None:
                 return self._verdict
         return None
-
-    def push(self, token_ids: Sequence[int]) -> DetokenizedDelta:
-        """Add the next ids; return the text they add. Must not be called after a stop verdict."""
-        assert self._verdict is None, "push after a stop string"
-        num_parts = len(self._parts)
-        self.push_tokens(token_ids)
-        return DetokenizedDelta("".join(self._parts[num_parts:]), self._verdict)
 
     def flush(self) -> str:
         """Finish the sequence: return the text held back, with U+FFFD for an incomplete character."""

@@ -94,7 +94,9 @@ def _build(metadata: Metadata) -> tuple[bytes | tokenizers.Tokenizer, TokenizerS
     model = metadata.text(f"{_PREFIX}model")
     tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(metadata.strings(f"{_PREFIX}tokens"))]
     types = metadata.numbers(f"{_PREFIX}token_type", len(tokens))
-    types = np.full(len(tokens), _NORMAL) if types is None else types
+    types = np.full(len(tokens), _NORMAL) if types is None else np.where(types == 0, _NORMAL, types)
+    if not np.isin(types, np.arange(_NORMAL, _BYTE + 1)).all():
+        raise metadata.error(f"{_PREFIX}token_type", "expected types from 0 to 6")
     if model == "llama":
         proto = _model_proto(metadata, tokens, _one_unknown(metadata, types).tolist())
         return proto, _settings(metadata, tokens, adds_bos=True)
@@ -185,6 +187,8 @@ def _model_proto(metadata: Metadata, tokens: list[str], types: list[int]) -> byt
     scores = metadata.numbers(f"{_PREFIX}scores", len(tokens))
     if scores is None:
         raise metadata.error(f"{_PREFIX}scores", "expected the score of each token, but it is missing")
+    if not np.isfinite(scores).all():
+        raise metadata.error(f"{_PREFIX}scores", "expected finite numbers")
     pieces = (
         _text(1, text) + struct.pack("<Bf", 2 << 3 | 5, score) + _number(3, kind)
         for text, score, kind in zip(tokens, scores.tolist(), types, strict=True)

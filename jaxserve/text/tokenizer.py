@@ -10,13 +10,11 @@ from typing import Any
 
 import tokenizers
 
-from checkpoints import is_gguf
 from jaxserve.chat_messages import check_messages
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.text.chat import choose_template, quiet_transformers, render_chat
 from jaxserve.text.fast_backend import FastBackend
 from jaxserve.text.flagged_tokens import add_flagged_tokens
-from jaxserve.text.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.text.sentencepiece_backend import SentencePieceBackend, read_sentencepiece
 from jaxserve.text.token_pieces import TokenPieces
 from jaxserve.text.tokenizer_files import SPECIAL_NAMES, TokenizerSettings, read_settings
@@ -53,6 +51,10 @@ def _is_path(value: Any, directory: str) -> bool:
     return isinstance(value, str) and directory in value
 
 
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
+
+
 MODES = ("auto", "hf", "slow")
 
 
@@ -76,7 +78,7 @@ class Tokenizer:
         """
         if self._given_hf is not None or isinstance(self._backend, SentencePieceBackend):
             return self._given_hf
-        if is_gguf(self._directory):
+        if _is_gguf(self._directory):
             return _as_transformers(self._backend, self.special_tokens)
         hf = _load_with_transformers(self._directory)
         add_flagged_tokens(hf.backend_tokenizer, self._settings.config, self.special_tokens)
@@ -236,7 +238,9 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
     if tokenizer_mode not in MODES:
         raise ConfigError(f"tokenizer_mode must be one of {MODES}, got {tokenizer_mode!r}")
     path = Path(directory)
-    if is_gguf(path):
+    if _is_gguf(path):
+        from jaxserve.text.gguf_tokenizer import read_gguf_tokenizer  # it imports checkpoints, and these JAX
+
         if tokenizer_mode == "hf":
             raise ConfigError(
                 f"tokenizer_mode='hf' cannot read the tokenizer of {path}; use 'auto', or pass --tokenizer"

@@ -292,7 +292,7 @@ def test_gguf_files_of_repositories(hub: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["/no/such/dir", "./model", "a/b/c", "", "a b", "../x", "https://x.y/z", "a//b"])
 def test_what_is_neither_directory_nor_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="neither an existing directory or GGUF file nor a hub id such as"):
+    with pytest.raises(CheckpointError, match="neither an existing directory nor a GGUF file nor a hub id such as"):
         resolve_model(name)
 
 

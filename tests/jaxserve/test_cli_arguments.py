@@ -220,7 +220,7 @@ def test_kinds_of_fields(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_docs_are_one_line_each() -> None:
     assert field_docs(Part)["level"] == "A number of two."
-    assert field_docs(EngineConfig)["model"].startswith("Directory, hub id")
+    assert field_docs(EngineConfig)["model"].startswith("Directory, ``.gguf`` file, hub id")
 
 
 @pytest.mark.parametrize(

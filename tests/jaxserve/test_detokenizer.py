@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.detokenizer import Detokenizer, StopVerdict
 from jaxserve.text.tokenizer import Tokenizer
 
 TINY = ("byte-level", "byte-fallback", "words")
@@ -26,12 +26,25 @@ def interesting_ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(one, max_size=24)
 
 
+class Delta(NamedTuple):
+    """What a push adds: text, and the stop string that it completes."""
+
+    text: str
+    stop: StopVerdict | None
+
+
+def push(detokenizer: Detokenizer, token_ids: Sequence[int]) -> Delta:
+    """Push the next ids."""
+    stop = detokenizer.push_tokens(token_ids)
+    return Delta(detokenizer.take(), stop)
+
+
 def pushed(detokenizer: Detokenizer, token_ids: Sequence[int], sizes: Sequence[int]) -> list[str]:
     """All deltas of pushing the ids in groups of the sizes (repeated as needed), the flush last."""
     deltas, start, turn = [], 0, 0
     while start < len(token_ids):
         size = sizes[turn % len(sizes)]
-        delta = detokenizer.push(token_ids[start : start + size])
+        delta = push(detokenizer, token_ids[start : start + size])
         deltas.append(delta.text)
         if delta.stop is not None:
             break
@@ -156,19 +169,19 @@ def byte_fallback(tiny_tokenizers: dict[str, Tokenizer]) -> Tokenizer:
 def test_a_character_comes_whole(byte_level: Tokenizer) -> None:
     detokenizer = Detokenizer(byte_level.pieces())
     token_ids = byte_level.encode("a🙂b")
-    assert [detokenizer.push([token_id]).text for token_id in token_ids] == ["a", "", "", "🙂", "b"]
+    assert [push(detokenizer, [token_id]).text for token_id in token_ids] == ["a", "", "", "🙂", "b"]
 
 
 def test_an_unfinished_character_is_replaced_at_the_end(byte_level: Tokenizer) -> None:
     detokenizer = Detokenizer(byte_level.pieces())
     token_ids = byte_level.encode("a🙂")[:-1]
-    assert detokenizer.push(token_ids).text == "a"
+    assert push(detokenizer, token_ids).text == "a"
     assert detokenizer.flush() == "\ufffd"
 
 
 def test_no_beginning_of_a_stop_string_leaks(byte_level: Tokenizer) -> None:
     detokenizer = Detokenizer(byte_level.pieces(), stop=["hello!"])
-    deltas = [detokenizer.push([token_id]).text for token_id in ids_of(byte_level, "a", "h", "e", "l", "h", "e")]
+    deltas = [push(detokenizer, [token_id]).text for token_id in ids_of(byte_level, "a", "h", "e", "l", "h", "e")]
     assert deltas == ["a", "", "", "", "hel", ""]
     assert detokenizer.flush() == "he"
     assert detokenizer.text == "ahelhe"
@@ -176,8 +189,8 @@ def test_no_beginning_of_a_stop_string_leaks(byte_level: Tokenizer) -> None:
 
 def test_the_verdict_counts_tokens_and_later_ones_are_dropped(byte_level: Tokenizer) -> None:
     detokenizer = Detokenizer(byte_level.pieces(), stop=["zz", "ell"])
-    assert detokenizer.push(ids_of(byte_level, "a", "h")).text == "ah"
-    delta = detokenizer.push(ids_of(byte_level, "e", "ll", "o", "a"))
+    assert push(detokenizer, ids_of(byte_level, "a", "h")).text == "ah"
+    delta = push(detokenizer, ids_of(byte_level, "e", "ll", "o", "a"))
     assert delta.text == ""
     assert delta.stop is not None
     assert (delta.stop.stop_string, delta.stop.num_tokens, detokenizer.num_tokens) == ("ell", 4, 4)
@@ -200,7 +213,7 @@ def test_what_is_taken_adds_up_and_never_has_to_be_taken_back(
     taken = ""
     for token_id in token_ids:
         stop = detokenizer.push_tokens([token_id])
-        assert stop == expected.push([token_id]).stop
+        assert stop == push(expected, [token_id]).stop
         if data.draw(st.booleans()):
             taken += detokenizer.take()
             assert detokenizer.take() == ""
@@ -217,13 +230,13 @@ def test_what_is_taken_adds_up_and_never_has_to_be_taken_back(
 
 def test_the_stop_string_may_stay(byte_level: Tokenizer) -> None:
     detokenizer = Detokenizer(byte_level.pieces(), stop=["ll"], include_stop_str_in_output=True)
-    assert detokenizer.push(ids_of(byte_level, "hell", "o")).text == "hell"
+    assert push(detokenizer, ids_of(byte_level, "hell", "o")).text == "hell"
 
 
 def test_min_tokens_hides_earlier_stop_strings_but_not_those_that_straddle(byte_level: Tokenizer) -> None:
     detokenizer = Detokenizer(byte_level.pieces(), stop=["a", "hel"], min_tokens=2)
-    assert detokenizer.push(ids_of(byte_level, "a", "h")) == ("a", None)
-    delta = detokenizer.push(ids_of(byte_level, "e", "l"))
+    assert push(detokenizer, ids_of(byte_level, "a", "h")) == ("a", None)
+    delta = push(detokenizer, ids_of(byte_level, "e", "l"))
     assert delta.stop is not None
     assert (delta.text, delta.stop.num_tokens) == ("", 4)
 
@@ -231,7 +244,7 @@ def test_min_tokens_hides_earlier_stop_strings_but_not_those_that_straddle(byte_
 def test_a_newline_spelt_as_a_byte_stops_at_once(byte_fallback: Tokenizer) -> None:
     """It is not given out before it is known that the run of bytes is valid, but generation need not wait for that."""
     detokenizer = Detokenizer(byte_fallback.pieces(), stop=["\n"])
-    delta = detokenizer.push(ids_of(byte_fallback, "a", "<0x0A>"))
+    delta = push(detokenizer, ids_of(byte_fallback, "a", "<0x0A>"))
     assert delta.stop is not None
     assert (delta.text, delta.stop.num_tokens) == ("a", 2)
 
@@ -239,11 +252,11 @@ def test_a_newline_spelt_as_a_byte_stops_at_once(byte_fallback: Tokenizer) -> No
 def test_with_the_prompt_the_text_continues_it(byte_fallback: Tokenizer) -> None:
     prompt = byte_fallback.encode("hello")
     new = ids_of(byte_fallback, "▁a", "b")
-    assert Detokenizer(byte_fallback.pieces()).push(new).text == "ab"
-    assert Detokenizer(byte_fallback.pieces(), prompt_token_ids=prompt).push(new).text == " ab"
+    assert push(Detokenizer(byte_fallback.pieces()), new).text == "ab"
+    assert push(Detokenizer(byte_fallback.pieces(), prompt_token_ids=prompt), new).text == " ab"
     only_bos = ids_of(byte_fallback, "<s>")
-    assert Detokenizer(byte_fallback.pieces(), prompt_token_ids=only_bos).push(new).text == "ab"
-    assert Detokenizer(byte_fallback.pieces(False), prompt_token_ids=only_bos).push(new).text == " ab"
+    assert push(Detokenizer(byte_fallback.pieces(), prompt_token_ids=only_bos), new).text == "ab"
+    assert push(Detokenizer(byte_fallback.pieces(False), prompt_token_ids=only_bos), new).text == " ab"
 
 
 @pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])
@@ -265,14 +278,14 @@ def test_prompt_and_continuation_are_the_whole(
 def test_special_tokens_between_bytes_do_not_break_a_character(byte_level: Tokenizer) -> None:
     first, second = byte_level.encode("é", add_special_tokens=False)
     (end,) = ids_of(byte_level, "<|end|>")
-    assert Detokenizer(byte_level.pieces(True)).push([first, end, second]).text == "é"
-    assert Detokenizer(byte_level.pieces(False)).push([first, end, second]).text == "\ufffd<|end|>\ufffd"
+    assert push(Detokenizer(byte_level.pieces(True)), [first, end, second]).text == "é"
+    assert push(Detokenizer(byte_level.pieces(False)), [first, end, second]).text == "\ufffd<|end|>\ufffd"
 
 
 def test_cost_of_a_push_does_not_grow_with_the_text(byte_level: Tokenizer) -> None:
     """What is searched again is shorter than the longest stop string, however long the text."""
     detokenizer = Detokenizer(byte_level.pieces(), stop=["aaab"])
     (letter,) = ids_of(byte_level, "a")
-    deltas = [detokenizer.push([letter]).text for _ in range(1000)]
+    deltas = [push(detokenizer, [letter]).text for _ in range(1000)]
     assert deltas == ["", "", "", *["a"] * 997]
     assert detokenizer.flush() == "aaa"

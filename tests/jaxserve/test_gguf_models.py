@@ -19,8 +19,11 @@ from checkpoints.quantized.planes import Planes
 from checkpoints.tensor_info import whole_index
 from jaxserve import LLM, SamplingParams
 from jaxserve.cli import main
+from jaxserve.config import EngineConfig
+from jaxserve.engine.model_defaults import find_tokenizer
 from jaxserve.errors import ConfigError, UnsupportedModelError
-from jaxserve.layers.model_config import ModelConfig
+from jaxserve.lab.plan import read_model
+from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.models.loading import read_model_config
 from jaxserve.text.tokenizer import load_tokenizer
 from tests.gguf_files import plain, write_gguf
@@ -131,6 +134,13 @@ def comparable(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, has_default_eos=False)
 
 
+def rope_of(path: Path) -> RopeConfig:
+    """Return the rotary embedding of a model."""
+    rope = read_model_config(path).rope
+    assert rope is not None
+    return rope
+
+
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_values_and_configuration_of_each_family(family: str, is_tied: bool, tmp_path: Path) -> None:
@@ -167,13 +177,20 @@ def test_every_architecture_has_a_case() -> None:
     assert {architecture for _, _, architecture in FAMILIES.values()} == set(ARCHITECTURES)
 
 
+def rope_of(path: Path) -> RopeConfig:
+    """The rotary positions of a model that has them."""
+    rope = read_model_config(path).rope
+    assert rope is not None
+    return rope
+
+
 def test_llama_3_1_has_factors_of_frequencies(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, BASE, seed=1)
     tensors, _ = to_gguf("llama", BASE, load_file(tmp_path / "model.safetensors"))
     tensors["rope_freqs.weight"] = plain(np.array(FACTORS, np.float32))
     folder = tmp_path / "gguf"
     folder.mkdir()
-    rope = read_model_config(write_gguf(folder / "m.gguf", metadata_of("llama", BASE), tensors)).rope
+    rope = rope_of(write_gguf(folder / "m.gguf", metadata_of("llama", BASE), tensors))
     assert (rope.kind, rope.short_factor, rope.attention_factor) == ("longrope", tuple(FACTORS), 1.0)
     assert rope.original_max_positions == rope.max_positions == BASE["max_position_embeddings"]
 
@@ -184,13 +201,36 @@ def test_a_configuration_beside_it_takes_precedence(tmp_path: Path, caplog: pyte
     write_checkpoint(source, BASE, seed=1)
     tensors, _ = to_gguf("llama", BASE, load_file(source / "model.safetensors"))
     path = write_gguf(tmp_path / "m.gguf", metadata_of("llama", BASE), tensors)
-    assert read_model_config(path).rope.theta == 20000.0
+    assert rope_of(path).theta == 20000.0
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert read_model_config(path).rope.theta == 20000.0
+    assert rope_of(path).theta == 20000.0
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "rope_theta": 500.0}))
     with caplog.at_level(logging.INFO):
-        assert read_model_config(path).rope.theta == 500.0
+        assert rope_of(path).theta == 500.0
     assert f"the model is as {tmp_path / 'config.json'} describes it" in caplog.text
+
+
+def test_plans_and_checks_of_the_method(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "m.gguf", metadata_of("llama", BASE), {"token_embd.weight": plain(np.zeros((51, 16), np.float32))}
+    )
+    assert read_model(EngineConfig(model=str(tmp_path))) == read_model_config(path, quantization="gguf")
+    assert find_tokenizer(EngineConfig(model=str(path)), path) is None
+    with pytest.raises(ConfigError, match="quantization='awq': the weights in .* are quantized with gguf"):
+        read_model_config(path, quantization="awq")
+
+
+def test_another_tokenizer_takes_precedence(
+    stories_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = json.loads((stories_model / "config.json").read_text())
+    path = write_gguf(tmp_path / "m.gguf", stories_metadata(stories_model, config), {})
+    own = find_tokenizer(EngineConfig(model=str(path)), path)
+    assert own is not None and "default" in own.chat_templates and not caplog.text
+    with caplog.at_level(logging.INFO):
+        other = find_tokenizer(EngineConfig(model=str(path), tokenizer=str(stories_model)), path)
+    assert other is not None and "default" not in other.chat_templates
+    assert f"the tokenizer is that of {stories_model}, not that of the file" in caplog.text
 
 
 BAD = {

@@ -155,6 +155,12 @@ BAD = {
     "special token": (tiny(bos_token_id=7), "bos_token_id': expected one of the 7 tokens, got 7"),
     "twice": (tiny(tokens=["a", "b", "ab", "a", "c", "d", "e"]), "a token occurs twice"),
     "types": (tiny(token_type=np.zeros(3, np.int32)), "token_type': expected an array of 7 numbers, got an array of 3"),
+    "type": (tiny(token_type=np.full(7, -1, np.int32)), "token_type': expected types from 0 to 6"),
+    "infinite scores": (tiny(model="llama", scores=np.full(7, np.inf, np.float32)), "scores': expected finite numbers"),
+    "no unknown token": (
+        tiny(model="llama", scores=np.zeros(7, np.float32), token_type=np.ones(7, np.int32)),
+        "is not a sentencepiece model",
+    ),
     "scores": (tiny(model="llama"), "expected the score of each token, but it is missing"),
     "no tokenizer": ({"general.architecture": "llama"}, "'tokenizer.ggml.model': expected a string, but it is missing"),
 }

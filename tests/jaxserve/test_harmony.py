@@ -275,7 +275,8 @@ def test_markers_reach_the_parser_as_special_tokens(tokenizer: Tokenizer) -> Non
     detokenizer = Detokenizer(tokenizer.pieces(skip_special_tokens=False))
     parser = make_parser()
     for token in ids:
-        parser.feed(detokenizer.push([token]).text)
+        detokenizer.push_tokens([token])
+        parser.feed(detokenizer.take())
     parser.finish(detokenizer.flush())
     message = parser.message()
     assert (message.reasoning, message.content, shown(message)) == ("Hm.", None, (("f", '{"a": "é"}'),))

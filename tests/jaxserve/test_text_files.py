@@ -141,7 +141,12 @@ def burst(path: Path) -> Any:
 
 MARKED: list[tuple[str, str, Callable[[Path], Any], Any]] = [
     ("c.json", '{"a": 1}', read_config_json, {"a": 1}),
-    ("c.json", '{"a": 1}', lambda path: json.loads(_with_dtype(path, "float32")), {"a": 1, "dtype": "float32"}),
+    (
+        "c.json",
+        '{"a": 1}',
+        lambda path: json.loads(_with_dtype(path, path.read_bytes(), "float32")),
+        {"a": 1, "dtype": "float32"},
+    ),
     ("tokenizer_config.json", '{"bos_token": "s"}', bos, "s"),
     ("chat_template.jinja", "{{ x }}", lambda path: read_settings(path.parent).chat_templates["default"], "{{ x }}"),
     ("t.jinja", "{{ x }}", load_chat_template, "{{ x }}"),

@@ -116,6 +116,18 @@ def test_experts_have_their_own_names(tmp_path: Path) -> None:
         }
 
 
+def test_old_files_have_a_tensor_for_each_expert(tmp_path: Path) -> None:
+    tensors = {f"blk.3.ffn_down.{expert}.weight": plain(floats(4, 8, seed=expert)) for expert in range(2)}
+    fields = metadata("llama", expert_count=2)
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", fields, tensors)) as reader:
+        names = [f"model.layers.3.block_sparse_moe.experts.{expert}.w2.weight" for expert in range(2)]
+        assert list(reader.tensors) == names
+        for expert, name in enumerate(names):
+            np.testing.assert_array_equal(reader.read(name, whole_index((4, 8))), floats(4, 8, seed=expert))
+    with pytest.raises(CheckpointError, match=r"'blk.3.ffn_down.0.weight' is not one of a LlamaForCausalLM"):
+        open_checkpoint(write_gguf(tmp_path / "dense.gguf", metadata("llama"), tensors))
+
+
 def decoded(name: str, blocks: np.ndarray) -> np.ndarray:
     """Return the weights of blocks; ``test_gguf_blocks`` compares them with those of the package ``gguf``."""
     found = UNPACK[name](blocks)

@@ -75,8 +75,10 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "ends at byte 4|expected a GGUF file"),
     "old version": (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1 is not supported; supported: 2, 3"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "this file is big-endian"),
-    "number of tensors": (b"GGUF" + struct.pack("<IQQ", 3, HUGE, 0), "tensors do not fit"),
-    "number of fields": (b"GGUF" + struct.pack("<IQQ", 3, 0, HUGE), "metadata fields do not fit"),
+    "number of tensors": (b"GGUF" + struct.pack("<IQQ", 3, HUGE, 0), "tensors, expected at most 100000"),
+    "number of fields": (b"GGUF" + struct.pack("<IQQ", 3, 0, HUGE), "metadata fields, expected at most 100000"),
+    "tensors that do not fit": (b"GGUF" + struct.pack("<IQQ", 3, 3, 0) + bytes(60), "3 tensors do not fit in the 68"),
+    "fields that do not fit": (b"GGUF" + struct.pack("<IQQ", 3, 0, 9), "9 metadata fields do not fit in the 0 bytes"),
     "field name": (
         b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", HUGE) + bytes(90),
         "a string of 1152921504606846976 bytes",

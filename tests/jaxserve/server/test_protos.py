@@ -16,6 +16,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FileDescripto
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.engine.resharding import ReshardReport
 from jaxserve.outputs import CompletionOutput, FinishReason
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server import proto_codec
@@ -177,6 +178,7 @@ def test_every_field_is_known_to_the_code() -> None:
     sampling = {field.name for field in dataclasses.fields(SamplingParams)}  # read in a loop over the dataclass
     sampling |= {field.name for field in dataclasses.fields(RepetitionDetectionParams)}
     sampling |= {field.name for field in dataclasses.fields(StructuredOutputsParams)}
+    sampling |= {field.name for field in dataclasses.fields(ReshardReport)}  # sent whole
     for path in FILES:
         for message in messages(descriptor_of(path)):
             unknown = {field.name for field in message.fields} - names - sampling
