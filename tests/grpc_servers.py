@@ -15,7 +15,6 @@ from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
-from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend, ParserNames
 from jaxserve.server.grpc_api.server import GrpcServer
@@ -23,6 +22,7 @@ from jaxserve.server.ledger import Ledger
 from jaxserve.server.proto.jaxserve.v1 import admin_pb2, model_pb2
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
+from jaxserve.server.wire import EngineInfo
 
 PATIENCE_S = 60.0
 LIMIT = 8

@@ -11,13 +11,13 @@ from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
-from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.ledger import Ledger
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
+from jaxserve.server.wire import EngineInfo
 
 ANYBODY = Caller("anybody", frozenset(("generate", "metrics")))
 TIMES = RequestMetrics(

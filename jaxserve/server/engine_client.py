@@ -17,7 +17,12 @@ from jaxserve.errors import ConfigError, EngineDeadError, RequestError
 from jaxserve.metric_types import Metric
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.request import Request
-from jaxserve.server.engine_messages import (
+from jaxserve.server.engine_process.spawn import spawn_engine
+from jaxserve.server.errors import UnavailableError
+from jaxserve.server.output_collector import OutputCollector, late
+from jaxserve.server.renderers import Renderers
+from jaxserve.server.settings import ServerConfig
+from jaxserve.server.wire import (
     HEADER,
     MAX_FROM_ENGINE_BYTES,
     MAX_TO_ENGINE_BYTES,
@@ -34,14 +39,9 @@ from jaxserve.server.engine_messages import (
     Submit,
     ToEngine,
     check_length,
-    pack_frame,
+    pack,
     unpack,
 )
-from jaxserve.server.engine_process.spawn import spawn_engine
-from jaxserve.server.errors import UnavailableError
-from jaxserve.server.output_collector import OutputCollector, late
-from jaxserve.server.renderers import Renderers
-from jaxserve.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +314,7 @@ class EngineClient:
 
     def _send(self, message: ToEngine) -> None:
         try:
-            self._writer.write(pack_frame(message, MAX_TO_ENGINE_BYTES))
+            self._writer.write(pack(message, MAX_TO_ENGINE_BYTES))
         except FrameError as error:
             raise RequestError(f"the request cannot be sent to the engine: {error}") from error
 

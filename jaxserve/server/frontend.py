@@ -14,11 +14,11 @@ from jaxserve.request import Request, check_length
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
-from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.errors import UnknownModelError
 from jaxserve.server.ledger import Ledger
 from jaxserve.server.request_log import RequestEntry, RequestLog
 from jaxserve.server.settings import ServerConfig, queued_tokens_limit
+from jaxserve.server.wire import EngineInfo
 
 
 @dataclasses.dataclass(frozen=True)

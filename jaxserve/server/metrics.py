@@ -11,10 +11,10 @@ from types import MappingProxyType
 
 from jaxserve.errors import JaxserveError
 from jaxserve.metric_types import HELP, Counter, Gauge, Metric, prometheus_text
-from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.resources import process_metrics
 from jaxserve.server.settings import queued_tokens_limit
+from jaxserve.server.wire import EngineInfo
 
 PREFIX = "jaxserve:"
 VLLM_PREFIX = "vllm:"

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxserve.child_process import ProcessPool
 from jaxserve.errors import JaxserveError, RequestError, RequestFailedError, unforeseen
-from jaxserve.server.engine_messages import EngineInfo
+from jaxserve.server.wire import EngineInfo
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from jaxserve.errors import SHUT_DOWN, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
 from jaxserve.outputs import RequestOutput
-from jaxserve.server.engine_messages import (
+from jaxserve.server.wire import (
     MAX_FROM_ENGINE_BYTES,
     FrameError,
     FromEngine,
     Heartbeat,
     Output,
     Outputs,
-    pack_frame,
+    pack,
     sendable_error,
 )
 
@@ -177,7 +177,7 @@ class Outbox:
                     messages = list(self._messages)
                     self._messages.clear()
                 for message in messages:
-                    self._connection.sendall(pack_frame(message, MAX_FROM_ENGINE_BYTES))
+                    self._connection.sendall(pack(message, MAX_FROM_ENGINE_BYTES))
                 deltas = self._take()
                 self._send_outputs(deltas)
                 with self._changed:
@@ -210,7 +210,7 @@ class Outbox:
         if not sent:
             return
         try:
-            frame = pack_frame(Outputs([output for _, output in sent]), MAX_FROM_ENGINE_BYTES)
+            frame = pack(Outputs([output for _, output in sent]), MAX_FROM_ENGINE_BYTES)
         except FrameError:  # one output may be the reason
             frame = b"".join(self._pack_alone(sink, output) for sink, output in sent)
         self._connection.sendall(frame)
@@ -218,12 +218,12 @@ class Outbox:
     def _pack_alone(self, sink: SocketSink, output: Output) -> bytes:
         """Return one request's output as a frame; if it cannot be sent, that request fails."""
         try:
-            return pack_frame(Outputs([output]), MAX_FROM_ENGINE_BYTES)
+            return pack(Outputs([output]), MAX_FROM_ENGINE_BYTES)
         except FrameError as error:
             logger.error("request %s: cannot send its output: %s", sink.request_id, error)
             sink.silence()
             failure = RequestFailedError(f"request {sink.request_id} failed: its output cannot be sent, see the log")
-            return pack_frame(Outputs([sink.message(failure)]), MAX_FROM_ENGINE_BYTES)
+            return pack(Outputs([sink.message(failure)]), MAX_FROM_ENGINE_BYTES)
 
 
 def _estimate_bytes(content: RequestOutput | JaxserveError) -> int:

@@ -23,7 +23,10 @@ from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.engine_messages import (
+from jaxserve.server.engine_process.outbox import Outbox
+from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
+from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.server.wire import (
     HEADER,
     MAX_TO_ENGINE_BYTES,
     EngineInfo,
@@ -36,9 +39,6 @@ from jaxserve.server.engine_messages import (
     sendable_error,
     unpack,
 )
-from jaxserve.server.engine_process.outbox import Outbox
-from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
-from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.text.chat_prompt import read_template
 
 logger = logging.getLogger(__name__)

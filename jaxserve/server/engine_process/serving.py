@@ -11,7 +11,9 @@ from jaxserve.engine.startup import StartedEngine
 from jaxserve.engine.stream import Stream
 from jaxserve.errors import EngineDeadError
 from jaxserve.outputs import RequestOutput
-from jaxserve.server.engine_messages import (
+from jaxserve.server.engine_process.outbox import Outbox, SocketSink, own_error
+from jaxserve.server.engine_process.queries import Future, Queries
+from jaxserve.server.wire import (
     Cancel,
     EngineInfo,
     Output,
@@ -23,8 +25,6 @@ from jaxserve.server.engine_messages import (
     ToEngine,
     sendable_error,
 )
-from jaxserve.server.engine_process.outbox import Outbox, SocketSink, own_error
-from jaxserve.server.engine_process.queries import Future, Queries
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.sampling_params import check_against
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
-from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.frontend import Frontend, ParserNames, sampling_params
 from jaxserve.server.http_api.app import make_app
 from jaxserve.server.ledger import Ledger
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
+from jaxserve.server.wire import EngineInfo
 
 MODEL = model_pb2.Model(root="models/tiny", max_model_len=100, architecture="Fake", vocab_size=1000, max_num_seqs=8)
 CHAT = [{"role": "user", "content": "Hi"}]

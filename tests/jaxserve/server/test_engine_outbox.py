@@ -14,8 +14,8 @@ from jaxserve import EngineDeadError, RequestOutput, RequestOutputKind, Sampling
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stream import Stream
 from jaxserve.errors import JaxserveError, OverloadedError, RequestFailedError
-from jaxserve.server.engine_messages import HEADER, FromEngine, Heartbeat, Outputs, QueryResult, unpack
 from jaxserve.server.engine_process.outbox import Outbox, SocketSink
+from jaxserve.server.wire import HEADER, FromEngine, Heartbeat, Outputs, QueryResult, unpack
 from tests.jaxserve.fake_engine import DELTA, PATIENCE_S, FakeEngine, make_request, start_loop
 
 Content = RequestOutput | JaxserveError

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from jaxserve import RequestError
-from jaxserve.server.engine_messages import EngineInfo
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.renderers import Renderers
+from jaxserve.server.wire import EngineInfo
 from jaxserve.text.chat import render_chat
 
 PATIENCE_S = 60.0

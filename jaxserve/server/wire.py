@@ -184,7 +184,7 @@ class FrameError(ValueError):
     """A message that cannot be sent or received: too long, or with a value that MessagePack cannot hold."""
 
 
-def pack_frame(message: ToEngine | FromEngine, limit_bytes: int) -> bytes:
+def pack(message: ToEngine | FromEngine, limit_bytes: int) -> bytes:
     """Return a message as a frame.
 
     Raises:

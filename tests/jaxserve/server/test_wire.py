@@ -11,7 +11,8 @@ from jaxserve.metric_types import Counter, Gauge, Histogram, Metric
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.request import Request
 from jaxserve.sampling_checks import RequestOutputKind
-from jaxserve.server.engine_messages import (
+from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.server.wire import (
     HEADER,
     Cancel,
     EngineInfo,
@@ -22,11 +23,10 @@ from jaxserve.server.engine_messages import (
     Submit,
     ToEngine,
     check_length,
-    pack_frame,
+    pack,
     sendable_error,
     unpack,
 )
-from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
 DELTA = SamplingParams(output_kind=RequestOutputKind.DELTA)
@@ -34,7 +34,7 @@ DELTA = SamplingParams(output_kind=RequestOutputKind.DELTA)
 
 def carried(message: ToEngine | FromEngine) -> Any:
     """The message as the other process reads it."""
-    return unpack(pack_frame(message, 1 << 20)[HEADER.size :])
+    return unpack(pack(message, 1 << 20)[HEADER.size :])
 
 
 def carried_error(error: BaseException) -> JaxserveError:
@@ -82,11 +82,11 @@ def test_other_errors_become_the_nearest() -> None:
 
 def test_frames_have_a_length_and_a_limit() -> None:
     message = Cancel([1, 2, 3])
-    frame = pack_frame(message, 1000)
+    frame = pack(message, 1000)
     assert HEADER.unpack(frame[:4]) == (len(frame) - 4,)
     assert carried(message) == message
     with pytest.raises(FrameError, match=r"a message of \d+ bytes is too long; the limit is 2 bytes"):
-        pack_frame(message, 2)
+        pack(message, 2)
     with pytest.raises(FrameError, match="a message of 4294967295 bytes is too long; the limit is 10 bytes"):
         check_length(2**32 - 1, 10)
 
@@ -105,7 +105,7 @@ def nested(depth: int) -> list[Any]:
 )
 def test_what_cannot_be_sent_is_an_error_of_its_message(value: Any) -> None:
     with pytest.raises(FrameError, match="Submit holds a value that cannot be sent"):
-        pack_frame(Submit(1, Request(chat={"messages": value}, params=DELTA), 0.5), 1 << 30)
+        pack(Submit(1, Request(chat={"messages": value}, params=DELTA), 0.5), 1 << 30)
 
 
 # ---------------------------------------------------------------- requests
