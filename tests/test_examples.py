@@ -59,8 +59,8 @@ def run_command(command: str) -> str:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    """A server of the demo model."""
-    with running_server() as running:
+    """A server of the demo model, in whose queue all requests of the load generator have room."""
+    with running_server("--max-num-queued-reqs", "100") as running:
         yield running
 
 
