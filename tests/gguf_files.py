@@ -118,7 +118,7 @@ def random_blocks(name: str, count: int, num_bytes: int, rng: np.random.Generato
         blocks[:, at : at + 2] = halves.view(np.uint8)
     if name == "IQ1_M":  # the highest bits of the scale that its four parts make
         blocks[:, 55] = blocks[:, 55] & 0x0F | 0x30
-    if name == "MXFP4":  # 255 is no number, and 252 to 254 overflow
+    if name == "MXFP4":  # the exponent 255 is NaN, and 252 to 254 overflow float32
         blocks[:, 0] = blocks[:, 0] % 252 if scale == 1.0 else 127 + np.int8(np.log2(scale))
     return blocks
 

@@ -12,9 +12,16 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.quantized.float4 import MXFP4_GROUP, NVFP4_GROUP, powers_of_two, read_float4
-from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, info_of
-from checkpoints.quantized.planes import Planes, unpack
+from checkpoints.quantized.float4 import MXFP4_GROUP, NVFP4_GROUP, open_float4, powers_of_two
+from checkpoints.quantized.format import (
+    Box,
+    QuantizedTensor,
+    check_tensor,
+    group_by_suffix,
+    info_of,
+    read_number,
+)
+from checkpoints.quantized.planes import Planes, read_packed
 from checkpoints.quantized.scaled import ACTIVATION_SCALES, SCALE_DTYPES, open_scaled
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
@@ -63,7 +70,7 @@ class CompressedTensors:
         weights = [part.nested("weights") for part in parts]
         self._group_sizes = sorted({size for part in weights if (size := part.integer("group_size", default=0)) > 0})
         self._bits = sorted({part.integer("num_bits", default=8) for part in weights if part.fields})
-        self._blocks = [block for part in weights if (block := _block(part)) is not None]
+        self._blocks = [block for part in weights if (block := part.sizes("block_structure")) is not None]
 
     def logical_names(self, tensors: Mapping[str, TensorInfo | None]) -> dict[str, tuple[str, ...]]:
         """Return the stored tensors of each quantized logical tensor."""
@@ -137,66 +144,41 @@ class CompressedTensors:
         def planes(box: Box) -> Planes:
             groups = group_of[box.columns]
             needed = slice(int(groups.min()), int(groups.max()) + 1)
-            block = _WORD // np.gcd(bits, _WORD)
-            first, last = box.columns.start // block, -(-box.columns.stop // block)
-            words_per_block = block * bits // _WORD
-            words = slice(first * words_per_block, min(last * words_per_block, num_words))
-            skip = box.columns.start - first * block
-            codes = unpack(
-                reader.read(packed, (box.rows, words)).view(np.uint32), bits, box.columns.stop - first * block
-            )
+            codes = read_packed(lambda words: reader.read(packed, (box.rows, words)), box.columns, bits, num_words)
             if is_single:
                 scales = reader.read(scale, (slice(0, 1),) * len(scales_shape)).astype(np.float32).reshape(1, 1)
             else:
                 scales = reader.read(scale, (box.rows, needed)).astype(np.float32)
-            zeros = (
-                np.full((1, 1), 1 << (bits - 1)) if zero is None else _read_zeros(reader, zero, box.rows, needed, bits)
-            )
+            no_zeros = np.full((1, 1), 1 << (bits - 1))
+            zeros = no_zeros if zero is None else _read_zeros(reader, zero, box.rows, needed, bits)
             if zeros.shape != scales.shape:
                 zeros, scales = np.broadcast_arrays(zeros, scales)
             columns = None if scales.shape[1] == 1 else groups - needed.start
-            return Planes(codes[:, skip:], scales, zeros, columns=columns)
+            return Planes(codes, scales, zeros, columns=columns)
 
         return QuantizedTensor((num_outputs, num_inputs), (), planes)
 
 
 def _read_zeros(reader: CheckpointReader, stored: str, rows: slice, groups: slice, bits: int) -> np.ndarray:
     """Return zeros, which are packed along the outputs: uint8 [rows, groups]."""
-    block = _WORD // np.gcd(bits, _WORD)
-    words_per_block = block * bits // _WORD
-    first, last = rows.start // block, -(-rows.stop // block)
     num_words = reader.tensors[stored].shape[0]
-    words = reader.read(stored, (slice(first * words_per_block, min(last * words_per_block, num_words)), groups))
-    stream = np.ascontiguousarray(words.view(np.uint32).T)
-    return unpack(stream, bits, rows.stop - first * block)[:, rows.start - first * block :].T
+    return read_packed(lambda words: reader.read(stored, (words, groups)).T, rows, bits, num_words).T
 
 
 def _open_float4(name: str, parts: dict[str, str], reader: CheckpointReader) -> QuantizedTensor:
     """Return a tensor of MXFP4, or of NVFP4 if it has a global scale, which divides the others."""
     packed, scale = parts["weight_packed"], parts.get("weight_scale", f"{name}_scale")
     overall = parts.get("weight_global_scale")
-    group = MXFP4_GROUP if overall is None else NVFP4_GROUP
-    rows, num_bytes = _matrix_shape(packed, reader)
-    why = f"{2 * num_bytes} inputs in groups of {group}, {rows} outputs"
-    dtypes = (_UINT8[0], _E8M0) if overall is None else (_E4M3,)
-    check_tensor(reader, _NAME, scale, (rows, -(-2 * num_bytes // group)), dtypes, why)
-    divisor = np.float32(1)
-    if overall is not None:
-        info = info_of(reader, _NAME, overall)
-        divisor = reader.read(overall, (slice(0, 1),) * len(info.shape)).astype(np.float32).reshape(())
-        if not np.isfinite(divisor) or divisor == 0:
-            raise CheckpointError(
-                f"tensor {overall!r} (compressed-tensors) is {divisor}, expected a finite number but 0"
-            )
-
-    def read_scales(box_rows: slice, columns: slice) -> np.ndarray:
-        stored = reader.read(scale, (box_rows, columns))
-        return powers_of_two(stored, scale) if overall is None else stored.astype(np.float32) / divisor
-
-    def planes(box: Box) -> Planes:
-        return read_float4(lambda r, c: reader.read(packed, (r, c)), read_scales, box.rows, box.columns, group)
-
-    return QuantizedTensor((rows, 2 * num_bytes), (), planes)
+    _matrix_shape(packed, reader)
+    if overall is None:
+        dtypes = (_UINT8[0], _E8M0)
+        return open_float4(reader, _NAME, packed, scale, MXFP4_GROUP, dtypes, lambda each: powers_of_two(each, scale))
+    divisor = read_number(reader, _NAME, overall)
+    if not np.isfinite(divisor) or divisor == 0:
+        raise CheckpointError(f"tensor {overall!r} (compressed-tensors) is {divisor}, expected a finite number but 0")
+    return open_float4(
+        reader, _NAME, packed, scale, NVFP4_GROUP, (_E4M3,), lambda each: each.astype(np.float32) / divisor
+    )
 
 
 def _matrix_shape(stored: str, reader: CheckpointReader) -> tuple[int, int]:
@@ -218,13 +200,3 @@ def _logical_shape(name: str, parts: dict[str, str], reader: CheckpointReader) -
 
 def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
     return -(-shape[-2] // block[0]), -(-shape[-1] // block[1])
-
-
-def _block(weights: Settings) -> tuple[int, int] | None:
-    """Return rows and columns of the blocks of a group of modules; None if it has none."""
-    block = weights.fields.get("block_structure")
-    if block is None:
-        return None
-    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
-        raise weights.error(f"block_structure: expected two integers above 0, got {block!r}")
-    return block[0], block[1]

@@ -4,12 +4,14 @@ A code is sign and magnitude, e2m1. MXFP4 has groups of 32 with a power of two a
 with a float8 scale and one float32 scale for the whole tensor.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
 from checkpoints.errors import CheckpointError
+from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, info_of
 from checkpoints.quantized.planes import Planes, unpack
+from checkpoints.reader import CheckpointReader
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
@@ -33,6 +35,43 @@ def powers_of_two(exponents: np.ndarray, stored: str) -> np.ndarray:
     if (exponents == _NAN).any():
         raise CheckpointError(f"tensor {stored!r} has scales that are not finite")
     return np.ldexp(np.float32(1), exponents.astype(np.int32) - _BIAS)
+
+
+def open_float4(
+    reader: CheckpointReader,
+    format_name: str,
+    packed: str,
+    scale: str,
+    group: int,
+    scale_dtypes: Collection[np.dtype],
+    decode_scales: Callable[[np.ndarray], np.ndarray],
+) -> QuantizedTensor:
+    """Return a matrix of four-bit floats.
+
+    Args:
+        reader: The stored tensors.
+        format_name: For messages.
+        packed: The codes, uint8 [N, K / 2], two in each byte as ``read_float4`` reads them.
+        scale: The scales, [N, K / group].
+        group: Columns of a group.
+        scale_dtypes: Expected dtypes of the scales.
+        decode_scales: Converts stored scales to float32.
+
+    Raises:
+        CheckpointError: Another shape or dtype.
+    """
+    rows, num_bytes = info_of(reader, format_name, packed).shape
+    why = f"{2 * num_bytes} inputs in groups of {group}, {rows} outputs"
+    check_tensor(reader, format_name, packed, (rows, num_bytes), (np.dtype(np.uint8),), why)
+    check_tensor(reader, format_name, scale, (rows, -(-2 * num_bytes // group)), scale_dtypes, why)
+
+    def read_scales(box_rows: slice, columns: slice) -> np.ndarray:
+        return decode_scales(reader.read(scale, (box_rows, columns)))
+
+    def planes(box: Box) -> Planes:
+        return read_float4(lambda r, c: reader.read(packed, (r, c)), read_scales, box.rows, box.columns, group)
+
+    return QuantizedTensor((rows, 2 * num_bytes), (packed, scale), planes)
 
 
 def read_float4(

@@ -29,18 +29,13 @@ class Float8:
     ignored = re.compile(ACTIVATION_SCALES)
 
     def __init__(self, settings: Settings) -> None:
-        block = settings.fields.get("weight_block_size")
-        if block is not None and not (
-            isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)
-        ):
-            raise settings.error(f"weight_block_size: expected two integers above 0, got {block!r}")
-        self._block = None if block is None else (block[0], block[1])
+        self._block = settings.sizes("weight_block_size")
         if settings.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn", "e5m2", "float8_e5m2"):
             raise settings.error(f"fmt={settings.fields['fmt']!r} is not supported; supported: e4m3, e5m2")
 
     def logical_names(self, tensors: Mapping[str, TensorInfo | None]) -> dict[str, tuple[str, ...]]:
         """Return the stored tensors of each quantized logical tensor."""
-        return {name: pair for name, pair in pair_scales(tensors, ("_scale_inv", "_scale")).items()}
+        return pair_scales(tensors, ("_scale_inv", "_scale"))
 
     def open(self, name: str, stored: tuple[str, ...], reader: CheckpointReader) -> QuantizedTensor:
         """Return a logical tensor; see ``Format``."""

@@ -1,5 +1,6 @@
 """What a format of quantized weights provides: one file each, with one line in ``checkpoints.quantized.registry``."""
 
+import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -118,6 +119,18 @@ def check_tensor(
     if info.dtype not in dtypes:
         names = " or ".join(sorted(str(dtype) for dtype in dtypes))
         raise CheckpointError(f"tensor {stored!r} ({format_name}) is stored as {info.dtype}, expected {names}")
+
+
+def read_number(reader: CheckpointReader, format_name: str, stored: str) -> np.ndarray:
+    """Return the float32 number that a stored tensor is, an array without axes.
+
+    Raises:
+        CheckpointError: The tensor is missing, or has more than one element.
+    """
+    shape = info_of(reader, format_name, stored).shape
+    if math.prod(shape) != 1:
+        raise CheckpointError(f"tensor {stored!r} ({format_name}) has shape {list(shape)}, expected one number")
+    return reader.read(stored, (slice(0, 1),) * len(shape)).astype(np.float32).reshape(())
 
 
 def group_by_suffix(stored: Collection[str], suffixes: tuple[str, ...]) -> dict[str, dict[str, str]]:

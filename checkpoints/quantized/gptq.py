@@ -12,7 +12,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, info_of
-from checkpoints.quantized.planes import Planes, unpack
+from checkpoints.quantized.planes import Planes, read_packed
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
@@ -88,9 +88,10 @@ class Gptq:
             groups = group_of[inputs]
             first, last = (int(groups.min()), int(groups.max()) + 1) if groups.size else (0, 0)
             needed = slice(first, last)
-            zeros = _read_zeros(reader, qzeros, needed, outputs, bits) + np.uint8(self._stored_zero_offset)
+            stored_zeros = read_packed(lambda words: reader.read(qzeros, (needed, words)), outputs, bits, zero_words)
+            zeros = stored_zeros + np.uint8(self._stored_zero_offset)
             return Planes(
-                _read_codes(reader, qweight, inputs, outputs, bits),
+                read_packed(lambda words: reader.read(qweight, (words, outputs)).T, inputs, bits, shape[0]),
                 reader.read(scales, (needed, outputs)).astype(np.float32).T,
                 (zeros & np.uint8((1 << bits) - 1)).T,
                 columns=groups - first,
@@ -121,24 +122,3 @@ def _overrides(settings: Settings) -> list[tuple[re.Pattern[str], Settings]]:
             raise dynamic.error(f"{text!r} is not a regular expression: {error}") from error
         found.append((pattern, dynamic.nested(text)))
     return found
-
-
-def _read_codes(reader: CheckpointReader, stored: str, inputs: slice, outputs: slice, bits: int) -> np.ndarray:
-    """Return a box of codes, which are packed along the first axis: uint8 [outputs, inputs]."""
-    block = _WORD // np.gcd(bits, _WORD)  # codes after which a word begins anew
-    first, last = inputs.start // block, -(-inputs.stop // block)
-    words_per_block = block * bits // _WORD
-    words = reader.read(stored, (slice(first * words_per_block, last * words_per_block), outputs)).view(np.uint32)
-    codes = unpack(np.ascontiguousarray(words.T), bits, inputs.stop - first * block)
-    return codes[:, inputs.start - first * block :]
-
-
-def _read_zeros(reader: CheckpointReader, stored: str, groups: slice, outputs: slice, bits: int) -> np.ndarray:
-    """Return the stored zeros of a box, which are packed along the second axis: uint8 [groups, outputs]."""
-    block = _WORD // np.gcd(bits, _WORD)
-    words_per_block = block * bits // _WORD
-    first, last = outputs.start // block, -(-outputs.stop // block)
-    num_words = reader.tensors[stored].shape[1]
-    words = reader.read(stored, (groups, slice(first * words_per_block, min(last * words_per_block, num_words))))
-    skip = outputs.start - first * block
-    return unpack(words.view(np.uint32), bits, outputs.stop - first * block)[:, skip:]

@@ -13,7 +13,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, group_indices, info_of
-from checkpoints.quantized.planes import Planes, unpack
+from checkpoints.quantized.planes import Planes, read_packed
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
@@ -99,12 +99,8 @@ class Mlx:
 
         def planes(box: Box) -> Planes:
             groups, needed = group_indices(box.columns.start, box.columns.stop, group)
-            block = _WORD // int(np.gcd(bits, _WORD))  # codes after which a word begins anew
-            first, last = box.columns.start // block, -(-box.columns.stop // block)
-            words = read(weight, box.rows, slice(first * block * bits // _WORD, last * block * bits // _WORD))
-            codes = unpack(words, bits, box.columns.stop - first * block)[:, box.columns.start - first * block :]
             return Planes(
-                codes,
+                read_packed(lambda words: read(weight, box.rows, words), box.columns, bits, shape[-1]),
                 read(scales, box.rows, needed).astype(np.float32),
                 biases=read(biases, box.rows, needed).astype(np.float32),
                 columns=groups,

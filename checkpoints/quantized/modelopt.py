@@ -4,7 +4,6 @@ NVFP4: ``weight`` uint8 [N, K / 2], ``weight_scale`` float8 [N, K / 16], and ``w
 multiplies the others. ``input_scale`` belongs to activations.
 """
 
-import math
 import re
 from collections.abc import Mapping
 
@@ -12,9 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.quantized.float4 import NVFP4_GROUP, read_float4
-from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, info_of
-from checkpoints.quantized.planes import Planes
+from checkpoints.quantized.float4 import NVFP4_GROUP, open_float4
+from checkpoints.quantized.format import QuantizedTensor, info_of, read_number
 from checkpoints.quantized.scaled import ACTIVATION_SCALES, open_scaled, pair_scales
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
@@ -22,7 +20,7 @@ from checkpoints.tensor_info import TensorInfo
 
 _NAME = "ModelOpt"
 _ALGORITHMS = ("fp8", "fp8_pb_wo", "nvfp4", "w4a16_nvfp4", "mixed_precision")
-_UINT8, _E4M3 = (np.dtype(np.uint8),), (np.dtype(ml_dtypes.float8_e4m3fn),)
+_E4M3 = (np.dtype(ml_dtypes.float8_e4m3fn),)
 
 
 class ModelOpt:
@@ -60,20 +58,8 @@ class ModelOpt:
             raise CheckpointError(
                 f"tensor {weight!r} (ModelOpt) has shape {list(shape)}, expected rows of whole groups"
             )
-        why = f"{2 * shape[1]} inputs in groups of {NVFP4_GROUP}, {shape[0]} outputs"
-        check_tensor(reader, _NAME, weight, shape, _UINT8, why)
-        check_tensor(reader, _NAME, scale, (shape[0], 2 * shape[1] // NVFP4_GROUP), _E4M3, why)
-        info = info_of(reader, _NAME, overall[0])
-        if math.prod(info.shape) != 1:
-            raise CheckpointError(f"tensor {overall[0]!r} (ModelOpt) has shape {list(info.shape)}, expected one number")
-        factor = reader.read(overall[0], (slice(0, 1),) * len(info.shape)).astype(np.float32).reshape(())
-
-        def read_scales(rows: slice, columns: slice) -> np.ndarray:
-            return reader.read(scale, (rows, columns)).astype(np.float32) * factor
-
-        def planes(box: Box) -> Planes:
-            return read_float4(
-                lambda r, c: reader.read(weight, (r, c)), read_scales, box.rows, box.columns, NVFP4_GROUP
-            )
-
-        return QuantizedTensor((shape[0], 2 * shape[1]), stored, planes)
+        factor = read_number(reader, _NAME, overall[0])
+        found = open_float4(
+            reader, _NAME, weight, scale, NVFP4_GROUP, _E4M3, lambda scales: scales.astype(np.float32) * factor
+        )
+        return found._replace(stored=stored)

@@ -4,10 +4,13 @@ An element is its code, or what a table has for the code; minus its zero, times 
 in float32, in this order.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+
+_WORD = 32
 
 
 class Planes(NamedTuple):
@@ -76,6 +79,25 @@ def _run_length(groups: np.ndarray, count: int) -> int:
     if rest or not size or not np.array_equal(groups, np.repeat(np.arange(count), size)):
         return 0
     return size
+
+
+def read_packed(read: Callable[[slice], np.ndarray], codes: slice, bits: int, num_words: int) -> np.ndarray:
+    """Return a range of the codes that rows of 32-bit words hold, packed as for ``unpack``.
+
+    Args:
+        read: Returns a range of the words of each row, [R, words].
+        codes: The range.
+        bits: Bits per code, 1 to 8.
+        num_words: Words of a row.
+
+    Returns:
+        uint8 [R, codes].
+    """
+    block = _WORD // math.gcd(bits, _WORD)  # codes after which a word begins anew
+    words_per_block = block * bits // _WORD
+    first, last = codes.start // block, -(-codes.stop // block)
+    words = read(slice(first * words_per_block, min(last * words_per_block, num_words)))
+    return unpack(words, bits, codes.stop - first * block)[:, codes.start - first * block :]
 
 
 def unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:

@@ -31,9 +31,9 @@ def value_table(dtype: np.dtype) -> np.ndarray:
     return np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
 
 
-def pair_scales(stored: Collection[str], suffixes: tuple[str, ...]) -> dict[str, tuple[str, str]]:
+def pair_scales(stored: Collection[str], suffixes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     """Return the names of tensors that have a scale beside them, with it: ``x.weight`` and ``x.weight_scale``."""
-    pairs: dict[str, tuple[str, str]] = {}
+    pairs: dict[str, tuple[str, ...]] = {}
     for scale in stored:
         for suffix in suffixes:
             name = scale.removesuffix(suffix)
@@ -88,9 +88,8 @@ def open_scaled(
         column_groups, needed_columns = group_indices(box.columns.start, box.columns.stop, sizes[1])
         places = tuple(slice(place, place + 1) for place in box.leading)
         numbers = reader.read(weight, (*places, box.rows, box.columns))
-        codes = (
-            numbers.reshape(numbers.shape[-2:]) if table is None else numbers.reshape(numbers.shape[-2:]).view(np.uint8)
-        )
+        numbers = numbers.reshape(numbers.shape[-2:])
+        codes = numbers if table is None else numbers.view(np.uint8)
         if table is not None and np.isnan(table[_largest_magnitude(codes)]):
             raise CheckpointError(f"tensor {weight!r} ({format_name}) contains NaN")
         return Planes(

@@ -63,6 +63,17 @@ class Settings:
             raise self.error(f"{name}: expected a string, got {value!r}")
         return value.lower()
 
+    def sizes(self, name: str) -> tuple[int, int] | None:
+        """Return a field of two integers, rows and columns; None if it is missing."""
+        value = self.fields.get(name)
+        if value is None:
+            return None
+        if not (
+            isinstance(value, list) and len(value) == 2 and all(isinstance(size, int) and size > 0 for size in value)
+        ):
+            raise self.error(f"{name}: expected two integers above 0, got {value!r}")
+        return value[0], value[1]
+
     def nested(self, name: str) -> "Settings":
         """Return the object in a field; an empty one if it is missing."""
         value = self.fields.get(name)
