@@ -101,12 +101,12 @@ class RangeFile:
             index: one slice of step 1 for each axis.
 
         Raises:
-            CheckpointError: the file ends before the box does, or cannot be read.
+            CheckpointError: the file ends before the box does, cannot be read, or no array can have the box's shape.
         """
         bounds = index_bounds(index, layout.shape)
         lengths = tuple(stop - start for start, stop in bounds)
         if 0 in lengths:
-            return np.empty(lengths, layout.dtype)
+            return self._empty(lengths, layout.dtype)
         first = sum(start * stride for (start, _), stride in zip(bounds, layout.strides, strict=True))
         # Walk the storage in its own order (a transposed view becomes row-major); a repeated axis is read once.
         order = sorted(range(len(lengths)), key=lambda axis: -layout.strides[axis])
@@ -117,6 +117,13 @@ class RangeFile:
         back = sorted(range(len(order)), key=lambda axis: order[axis])
         result = np.broadcast_to(read.transpose(back), lengths)
         return result if result.flags.c_contiguous else np.ascontiguousarray(result)
+
+    def _empty(self, lengths: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return an array without elements, of which a damaged header may give impossible lengths."""
+        try:
+            return np.empty(lengths, dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path}: {list(lengths)} is not the shape of a tensor: {error}") from error
 
     def _fill(self, out: np.ndarray, start_byte: int, strides: tuple[int, ...]) -> None:
         """Fill the contiguous `out` from a strided box whose strides descend."""

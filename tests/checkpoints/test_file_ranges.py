@@ -113,3 +113,9 @@ def test_index_of_wrong_rank_or_step(numbers: RangeFile) -> None:
         numbers.read_box(layout, (slice(0, 4),))
     with pytest.raises(ValueError, match="expected slices of step 1"):
         numbers.read_box(layout, (slice(0, 4), slice(0, 4, 2)))
+
+
+def test_an_empty_box_that_no_array_can_be(numbers: RangeFile) -> None:
+    layout = full_layout(0, np.dtype(np.float32), (0, 1 << 61))
+    with pytest.raises(CheckpointError, match=r"\[0, 2305843009213693952\] is not the shape of a tensor"):
+        numbers.read_box(layout, (slice(0, 0), slice(0, 1 << 61)))
