@@ -1,6 +1,7 @@
 """The messages of a conversation, in the form of OpenAI's APIs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -11,6 +12,35 @@ TEXT_PARTS = MappingProxyType(
     {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
 )
 """Types of text content parts, and the key of the text."""
+OTHER_ROLES = ("user", "human", "system", "developer", "tool", "ipython", "function", "observation", "environment")
+"""Roles that are not the assistant's."""
+
+
+@dataclass(frozen=True)
+class LastMessage:
+    """The last message of a conversation.
+
+    Attributes:
+        text: Its text.
+        is_continued: Whether it is the assistant's, and the completion continues it.
+    """
+
+    text: str
+    is_continued: bool = False
+
+
+def last_message(conversation: Sequence[Mapping[str, Any]], *, continues: bool) -> LastMessage:
+    """Return the last message of a conversation that a template renders.
+
+    Args:
+        conversation: The messages, in OpenAI's form.
+        continues: Whether the last one is left open (`continue_final_message`).
+    """
+    message = conversation[-1]
+    content = message.get("content") or ""
+    parts = [content] if isinstance(content, str) else content
+    lines = [part_text(part) or "" for part in parts]
+    return LastMessage("\n".join(lines), is_continued=continues and message.get("role") not in OTHER_ROLES)
 
 
 def part_text(part: Any) -> str | None:

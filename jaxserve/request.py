@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+from jaxserve.chat_messages import LastMessage, last_message
 from jaxserve.errors import RequestError
 from jaxserve.field_checks import integer, sequence
-from jaxserve.parsers import LastMessage, last_message
 from jaxserve.pooling_params import PoolingParams
 from jaxserve.sampling_params import SamplingParams
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
+from jaxserve.chat_messages import LastMessage
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.parsers import LastMessage
 from jaxserve.structured_output.reasoning import (
     AfterReasoning,
     Reasoning,
