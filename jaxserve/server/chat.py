@@ -5,11 +5,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxserve.api.chat_messages import LastMessage
 from jaxserve.api.errors import RequestError
 from jaxserve.api.field_checks import json_copy
 from jaxserve.api.request import Request
 from jaxserve.parsers import (
-    LastMessage,
     MessageDelta,
     MessageParser,
     ParsedMessage,

@@ -14,7 +14,7 @@ from jaxserve.api.text_files import check_output_file
 from jaxserve.cli_arguments import add_dataclass_arguments
 from jaxserve.lab.calibration import CPU_DEVICES, calibrate, calibration_text
 from jaxserve.lab.hardware import DEVICES, LINKS
-from jaxserve.lab.plan import plan
+from jaxserve.lab.plan.plan import plan
 
 SETTINGS = (
     "mesh",

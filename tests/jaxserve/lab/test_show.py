@@ -10,9 +10,9 @@ import pytest
 import jaxserve
 from jaxserve.api.errors import ConfigError
 from jaxserve.cli import main
-from jaxserve.lab.show import show
 from jaxserve.lab.show.drawing import ShownModel
 from jaxserve.lab.show.rows import bytes_text, ranges_text
+from jaxserve.lab.show.show import show
 from sharding import LayoutError, get_layout
 from sharding.plan import stated_collectives
 from tests.random_checkpoint import DEEPSEEK, LLAMA
