@@ -233,14 +233,14 @@ def _as_json(output: RequestOutput) -> str:
 
 def _convert(options: argparse.Namespace) -> None:
     from checkpoints import convert, is_gguf
-    from jaxserve.models.loading import find_model_directory, known_listings, read_model_fields
+    from jaxserve.models.loading import find_model_directory, has_openai_config, known_listings, read_model_fields
     from jaxserve.text.gguf_tokenizer import gguf_tokenizer_files
 
     source = find_model_directory(options.source)
     files = None
-    if is_gguf(source):
+    if is_gguf(source) or has_openai_config(source):
         config = json.dumps(read_model_fields(source)[0], indent=2).encode()
-        files = {"config.json": config, **gguf_tokenizer_files(source)}
+        files = {"config.json": config, **(gguf_tokenizer_files(source) if is_gguf(source) else {})}
     convert(source, options.destination, options.format, options.dtype, known_listings(source), files)
 
 

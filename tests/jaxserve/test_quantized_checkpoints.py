@@ -1,7 +1,9 @@
 """Models from quantized checkpoints equal those from float checkpoints of the same values, on every cut."""
 
+import dataclasses
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,31 @@ GPT_OSS = {
     "num_experts_per_tok": 2,
     "sliding_window": 16,
     "layer_types": ["sliding_attention", "full_attention"],
+}
+GPT_OSS |= {"max_position_embeddings": 1024, "eos_token_id": [], "rope_theta": 150000.0}
+GPT_OSS["rope_scaling"] = {
+    **{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "truncate": False},
+    **{"beta_fast": 32.0, "beta_slow": 1.0},
+}
+OPENAI = {
+    **{name: GPT_OSS[name] for name in ("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size")},
+    **{name: GPT_OSS[name] for name in ("head_dim", "num_attention_heads", "num_key_value_heads", "sliding_window")},
+    **{"num_experts": 4, "experts_per_token": 2, "swiglu_limit": 7.0, "initial_context_length": 64},
+    **{"rope_theta": 150000, "rope_scaling_factor": 16.0, "rope_ntk_alpha": 1, "rope_ntk_beta": 32},
+}
+"""The same in OpenAI's own ``config.json``."""
+ORIGINAL_MODULES = {
+    "input_layernorm": "attn.norm.scale",
+    "post_attention_layernorm": "mlp.norm.scale",
+    "self_attn": "attn.{}",
+    "self_attn.q_proj": "attn.qkv.{}",
+    "self_attn.o_proj": "attn.out.{}",
+    "mlp.router": "mlp.gate.{}",
+}
+ORIGINAL_EXPERTS = {
+    f"{name}_proj_{kind}": f"mlp.{own}_{'' if kind == 'bias' else 'weight.'}{kind}"
+    for name, own in (("gate_up", "mlp1"), ("down", "mlp2"))
+    for kind in ("blocks", "scales", "bias")
 }
 MODELS = {"llama": DENSE, "qwen2, tied": QWEN, "phi-3": FUSED, "qwen3-moe": EXPERTS}
 COMMON = ("gptq act-order", "fp8 blocks, ragged", "nf4 double")
@@ -252,10 +279,35 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     save_file(tensors, plain / "model.safetensors")
     save_file(stored, quantized / "model.safetensors")
     (quantized / "config.json").write_text(json.dumps({**model, "quantization_config": {"quant_method": "mxfp4"}}))
+    original = tmp_path / "original"
+    original.mkdir()
+    save_file(original_names(stored), original / "model.safetensors")
+    (original / "config.json").write_text(json.dumps(OPENAI))
+    assert read_model_config(original) == dataclasses.replace(
+        read_model_config(quantized), dtype="bfloat16", has_default_eos=False
+    )
     for tensor in (1, 2):
-        expected, found = loaded(plain, tensor), loaded(quantized, tensor)
-        for name, array in expected.items():
-            np.testing.assert_array_equal(found[name], array, err_msg=name)
+        expected = loaded(plain, tensor)
+        for directory in (quantized, original):
+            found = loaded(directory, tensor)
+            for name, array in expected.items():
+                np.testing.assert_array_equal(found[name], array.astype(found[name].dtype), err_msg=name)
+
+
+def original_names(tensors: Tensors) -> Tensors:
+    """Return a GPT-OSS checkpoint in OpenAI's names, with queries, keys and values in one matrix."""
+    outside = {"embed_tokens": "embedding.weight", "norm": "norm.scale", "lm_head": "unembedding.weight"}
+    found: Tensors = {}
+    for name, array in tensors.items():
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        if layer is None:
+            found[outside[name.removeprefix("model.").removesuffix(".weight")]] = array
+        elif not re.search(r"\.[kv]_proj\.", name):
+            module, _, kind = layer[2].rpartition(".")
+            parts = [tensors[name.replace("q_proj", f"{each}_proj")] for each in "qkv"] if "q_proj" in name else [array]
+            end = ORIGINAL_MODULES[module].format(kind) if module in ORIGINAL_MODULES else ORIGINAL_EXPERTS[kind]
+            found[f"block.{layer[1]}.{end}"] = np.concatenate(parts)
+    return found
 
 
 def test_experts_that_mlx_stores_in_one_tensor(tmp_path: Path) -> None:
