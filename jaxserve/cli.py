@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _LABORATORY = {
     "plan": "plan a model on a mesh: memory, communication and time, without weights or devices",
     "compare": "compare the meshes and layouts of a number of devices, and recommend one",
+    "models": "list the architectures that run and the formats of weights that are read",
     "show": "draw where each weight and each KV page of a model is on a mesh, and the collectives of a layer",
 }
 

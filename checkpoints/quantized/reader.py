@@ -46,6 +46,16 @@ class QuantizedReader(ClosingReader):
             name: TensorInfo(tensor.shape, _FLOAT32, tensor.is_column_major) for name, tensor in self._quantized.items()
         }
 
+    def check(self) -> None:
+        """Check what is otherwise read with the weights.
+
+        Raises:
+            CheckpointError: It contradicts the stored tensors.
+        """
+        for tensor in self._quantized.values():
+            if tensor.check is not None:
+                tensor.check()
+
     def leave_out(self, names: Collection[str]) -> None:
         """Show these tensors no longer."""
         self.tensors = {name: info for name, info in self.tensors.items() if name not in names}

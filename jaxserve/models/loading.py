@@ -140,6 +140,7 @@ def check_weights(directory: Path, model: AbstractModel, load_format: str = "aut
         check_recipes(reader.tensors, model.recipes_for(reader.tensors), model.ignored)
         quantized = quantized_in(reader)
         if quantized is not None:
+            quantized.check()
             _log_quantization(quantized)
 
 

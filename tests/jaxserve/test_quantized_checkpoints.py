@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from checkpoints import CheckpointError, convert, open_checkpoint
+from checkpoints import CheckpointError, Index, convert, open_checkpoint
+from checkpoints.file_reader import FileReader
+from checkpoints.quantized.reader import QuantizedReader
 from checkpoints.tensor_info import whole_index
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading import check_weights, load_weights, read_model_config
 from tests.quantized_cases import CASES, Case
-from tests.quantized_files import quantize, write_mxfp4
+from tests.quantized_files import quantize, section, write_mxfp4
 from tests.random_checkpoint import LLAMA, write_checkpoint
 from tests.tiny_programs import make_program
 
@@ -247,6 +249,122 @@ def test_damaged_checkpoints(change: Callable[[Tensors], object], message: str, 
     _, directory = write(tmp_path, DENSE, CASES["gptq act-order"], change)
     with pytest.raises(CheckpointError, match=message):
         loaded(directory, 1)
+
+
+def without(*ends: str) -> Callable[[Tensors], object]:
+    """Take tensors of one module away."""
+    return lambda tensors: [tensors.pop(f"{MODULE}.{end}") for end in ends]
+
+
+def filled(end: str, value: float) -> Callable[[Tensors], object]:
+    """Fill a tensor of one module with a value."""
+
+    def fill(tensors: Tensors) -> None:
+        array = tensors[f"{MODULE}.{end}"]
+        tensors[f"{MODULE}.{end}"] = np.full_like(array, value)
+
+    return fill
+
+
+def cut(end: str) -> Callable[[Tensors], object]:
+    """Take the last row of a tensor of one module away."""
+
+    def change(tensors: Tensors) -> None:
+        tensors[f"{MODULE}.{end}"] = tensors[f"{MODULE}.{end}"][:-1]
+
+    return change
+
+
+ORDERED = Case(
+    CASES["compressed-tensors 4 bits"].write,
+    section(
+        "compressed-tensors",
+        config_groups={"group_0": {"weights": {"num_bits": 4, "group_size": 32, "actorder": "group"}}},
+    ),
+)
+DAMAGED: dict[str, tuple[Case, Callable[[Tensors], object], str]] = {
+    "order of GPTQ": (CASES["gptq act-order"], without("g_idx"), "g_idx' is missing, which .* GPTQ need"),
+    "order of compressed-tensors": (ORDERED, without(), "weight_g_idx' is missing, which .* compressed-tensors need"),
+    "group of AWQ": (
+        CASES["awq"],
+        cut("scales"),
+        r"scales' \(AWQ\) has shape \[5, 64\], expected \[6, 64\]: 96 inputs in",
+    ),
+    "zeros of AWQ": (CASES["awq"], without("qzeros"), "qzeros' is missing, which weights in the format AWQ need"),
+    "zeros of compressed-tensors": (
+        CASES["compressed-tensors 4 bits with zeros"],
+        without("weight_zero_point"),
+        "weight_zero_point' is missing, which weights in the format compressed-tensors need",
+    ),
+    "global scale": (
+        CASES["compressed-tensors nvfp4"],
+        without("weight_global_scale"),
+        "weight_global_scale' is missing, which weights in the format compressed-tensors need",
+    ),
+    "global scale of ModelOpt": (
+        CASES["modelopt nvfp4"],
+        without("weight_scale_2"),
+        "weight_scale_2' is missing, which weights in the format ModelOpt need",
+    ),
+    "global scale of 0": (CASES["compressed-tensors nvfp4"], filled("weight_global_scale", 0), "is 0.0, expected a"),
+    "nested scales": (
+        CASES["nf4 double"],
+        without("weight.nested_absmax"),
+        "weight.nested_absmax' is missing, which weights in the format bitsandbytes need",
+    ),
+    "table": (CASES["nf4"], filled("weight.quant_map", np.nan), r"quant_map' \(bitsandbytes\) has values that are not"),
+    "infinite scales": (CASES["awq"], filled("scales", np.inf), "down_proj.weight' has scales that are not finite"),
+    "infinite biases": (CASES["mlx 4 bits"], filled("biases", np.inf), "down_proj.weight' has scales that are not"),
+    "NaN exponents": (CASES["compressed-tensors mxfp4"], filled("weight_scale", 255), "scale' has scales that are not"),
+    "infinite numbers": (CASES["fp8 e5m2"], filled("weight", np.inf), r"weight' \(FP8\) contains NaN or infinity"),
+    "blocks": (
+        CASES["fp8 blocks, ragged"],
+        cut("weight_scale_inv"),
+        r"weight_scale_inv' \(FP8\) has shape \[3, 6\]: groups of 16 × 16 of \[64, 96\] need \[4, 6\]",
+    ),
+    "rows": (
+        CASES["mlx 4 bits"],
+        cut("scales"),
+        r"scales' \(MLX\) has shape \[63, 3\], expected \[64, 3\]: 96 columns in",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_what_is_missing_or_not_a_number(damage: str, tmp_path: Path) -> None:
+    case, change, message = DAMAGED[damage]
+    stored = {name: array for name, array in written_module(case).items()}
+    change(stored)
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": case.section}))
+    with pytest.raises(CheckpointError, match=message), open_checkpoint(tmp_path) as reader:
+        reader.read(f"{MODULE}.weight", whole_index(reader.tensors[f"{MODULE}.weight"].shape))
+
+
+def written_module(case: Case) -> Tensors:
+    """Return the tensors of one quantized module."""
+    stored, _ = quantize({f"{MODULE}.weight": np.zeros((64, 96), np.float32)}, case.write, is_linear)
+    return {"model.embed_tokens.weight": np.ones((4, 4), np.float32), **stored}
+
+
+def test_the_order_of_groups_is_read_once_and_checked_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, directory = write(tmp_path, DENSE, CASES["gptq act-order"])
+    names: list[str] = []
+    original = FileReader.read
+
+    def read(self: FileReader, name: str, index: Index) -> np.ndarray:
+        names.append(name)
+        return original(self, name, index)
+
+    monkeypatch.setattr(FileReader, "read", read)
+    with open_checkpoint(directory) as reader:
+        assert isinstance(reader, QuantizedReader) and not names
+        reader.check()
+        assert len(names) == 14 and all(name.endswith("g_idx") for name in names)
+        reader.read(f"{MODULE}.weight", whole_index((64, 96)))
+        assert not any(name.endswith("g_idx") for name in names[14:])
 
 
 def test_nan_in_float8(tmp_path: Path) -> None:
