@@ -11,6 +11,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.api.errors import ConfigError, JaxserveError
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.text_files import decode_text, json_line, read_bytes, read_text, split_lines
 from jaxserve.cli_arguments import (
     FlagParser,
     add_engine_arguments,
@@ -18,23 +22,20 @@ from jaxserve.cli_arguments import (
     engine_arguments,
     sampling_arguments,
 )
-from jaxserve.errors import ConfigError, JaxserveError
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.server import command
 from jaxserve.standard_streams import STATUS_FAILED, standard_streams
-from jaxserve.text_files import decode_text, json_line, read_bytes, read_text, split_lines
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
 
 
 _LABORATORY = {
-    "plan": "plan a model on a mesh: memory, communication and time, without weights or devices",
-    "compare": "compare the meshes and layouts of a number of devices, and recommend one",
-    "models": "list the architectures that run and the formats of weights that are read",
-    "show": "draw where each weight and each KV page of a model is on a mesh, and the collectives of a layer",
+    "plan": ("plan.command", "plan a model on a mesh: memory, communication and time, without weights or devices"),
+    "compare": ("compare.compare", "compare the meshes and layouts of a number of devices, and recommend one"),
+    "models": ("models", "list the architectures that run and the formats of weights that are read"),
+    "show": ("show.show", "draw where each weight and each KV page of a model is on a mesh, and a layer's collectives"),
 }
+"""Module and help of each command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -73,7 +74,7 @@ def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure speed")
     if list(wanted) == ["bench"]:
         _add_benches(bench.add_subparsers(required=True, metavar="BENCH"))
-    for name, help_ in _LABORATORY.items():
+    for name, (_, help_) in _LABORATORY.items():
         tool = commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
         if list(wanted) == [name]:
             _add_laboratory(tool, name)
@@ -83,7 +84,8 @@ def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_benches(benches: Any) -> None:
-    from jaxserve.bench import latency, serve, startup, throughput
+    from jaxserve.bench import latency, startup, throughput
+    from jaxserve.bench.serve import serve
 
     for module in (latency, throughput, startup, serve):
         bench = benches.add_parser(module.NAME, help=module.HELP, description=module.HELP, allow_abbrev=False)
@@ -96,7 +98,7 @@ def _add_benches(benches: Any) -> None:
 
 
 def _add_laboratory(parser: argparse.ArgumentParser, name: str) -> None:
-    module = importlib.import_module(f"jaxserve.lab.{'plan_command' if name == 'plan' else name}")
+    module = importlib.import_module(f"jaxserve.lab.{_LABORATORY[name][0]}")
     module.add_arguments(parser)
     parser.set_defaults(run=module.run, quiet=True)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from checkpoints import CheckpointError
 from checkpoints.quantized.gguf_file import GgufFiles, Metadata
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.models.gguf_families import GGUF_FAMILIES
 from jaxserve.models.gguf_fields import GgufFields
 

@@ -5,7 +5,7 @@ import numpy as np
 from checkpoints import CheckpointError
 from checkpoints.quantized.gguf_file import GgufFiles
 from checkpoints.quantized.gguf_names import architecture_of
-from jaxserve.errors import UnsupportedModelError
+from jaxserve.api.errors import UnsupportedModelError
 
 
 class GgufFields:

@@ -22,9 +22,9 @@ from checkpoints import (
 )
 from checkpoints.quantized.reader import QuantizedReader, quantized_in
 from checkpoints.quantized.settings import is_openai_config
-from jaxserve.config_checks import DTYPES
+from jaxserve.api.config_checks import DTYPES
+from jaxserve.api.errors import ConfigError
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.errors import ConfigError
 from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Scope

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.text.gguf_splits import SPLITTINGS
 from jaxserve.text.gguf_tokenizer import load_model_tokenizer
 from jaxserve.text.tokenizer import Tokenizer

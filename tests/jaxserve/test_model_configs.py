@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from checkpoints.quantized.registry import REFUSED
-from jaxserve.errors import ConfigError, UnsupportedModelError
+from jaxserve.api.errors import ConfigError, UnsupportedModelError
 from jaxserve.layers.decoder import RMSNormLayer
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.sparse_mlp import ClampedSwiGLU

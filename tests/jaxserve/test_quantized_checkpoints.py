@@ -17,7 +17,7 @@ from checkpoints.file_reader import FileReader
 from checkpoints.quantized.reader import QuantizedReader
 from checkpoints.tensor_info import whole_index
 from jaxserve import LLM, SamplingParams
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.models.loading import check_weights, load_weights, read_model_config
 from tests.quantized_cases import CASES, Case
 from tests.quantized_files import quantize, section, write_mxfp4

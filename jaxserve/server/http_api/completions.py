@@ -6,9 +6,9 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from jaxserve.errors import RequestError
-from jaxserve.field_checks import flag
-from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.errors import RequestError
+from jaxserve.api.field_checks import flag
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.server.frontend import sampling_params
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check, limited, prompts, refused
@@ -71,9 +71,9 @@ class _Completions(GenerationResponse):
             self._first_fields[prompt] = self._prompt_fields(prompt, output)
         return [self._choice(prompt, one) for one in output.outputs]
 
-    def deltas(self, prompt: int, output: RequestOutput) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def chunks(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         return [
-            (choice, {})
+            {"choices": [choice]}
             for choice in self.choices(prompt, output)
             if self.has_token_ids or choice["text"] or choice["finish_reason"] or choice["logprobs"]
         ]

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxserve.errors import RequestError
-from jaxserve.field_checks import integer, text, token_ids
+from jaxserve.api.errors import RequestError
+from jaxserve.api.field_checks import integer, text, token_ids
 
 Check = Callable[[str, Any], Any]
 
@@ -58,7 +58,7 @@ def check_known(unknown: list[str], table: Mapping[str, Check]) -> None:
             raise RequestError(f"unknown field {name[:100]!r}{hint}", parameter=name[:100])
 
 
-def read_json(raw: bytes) -> dict[str, Any]:
+def read_json(raw: bytes | bytearray) -> dict[str, Any]:
     """Parse a request's body.
 
     Raises:
