@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from checkpoints.arranged import ArrangedReader
 from checkpoints.errors import CheckpointError
+from checkpoints.gpt_oss_names import arrange_original, has_original_names
 from checkpoints.orbax_io import OrbaxReader, find_orbax, find_trees
 from checkpoints.quantized.format import Format
 from checkpoints.quantized.gguf import open_gguf
@@ -97,6 +99,7 @@ def open_checkpoint(path: str | Path, listings: Listings | None = None, load_for
     if settings is not None:
         decoded = partial(_open_quantized, format_for(settings), listings)
         found = [candidate._replace(open=partial(decoded, candidate.open)) for candidate in found]
+    found = [candidate._replace(open=partial(_open_named, candidate.open)) for candidate in found]
     if not found:
         raise CheckpointError(f"{path}: no weights found; looked for {_LOOKED_FOR[load_format]}")
     reader = found[0].open() if len(found) == 1 else _open_first_model(path, found, listings)
@@ -106,6 +109,12 @@ def open_checkpoint(path: str | Path, listings: Listings | None = None, load_for
             f"{path}: has an adapter's tensors only, not a model's; merge the adapter into its base model first"
         )
     return reader
+
+
+def _open_named(open_stored: Callable[[], CheckpointReader]) -> CheckpointReader:
+    """Open a checkpoint in Hugging Face's names, which OpenAI's own files of GPT-OSS have not."""
+    reader = open_stored()
+    return ArrangedReader(reader, arrange_original) if has_original_names(reader.tensors) else reader
 
 
 def _open_quantized(

@@ -16,7 +16,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.hub import CONFIG_PATTERNS
 from checkpoints.loader import SOURCE_DTYPES
 from checkpoints.orbax_io import ORBAX_FOLDER, save_orbax_streamed
-from checkpoints.quantized.reader import QuantizedReader
+from checkpoints.quantized.reader import quantized_in
 from checkpoints.quantized.settings import SECTIONS
 from checkpoints.reader import CheckpointReader
 from checkpoints.safetensors_writer import save_safetensors
@@ -70,9 +70,10 @@ def convert(
             f"{destination}: is not an empty directory; pass a path that does not exist, or an empty directory"
         )
     with open_checkpoint(source, listings) as reader:
-        if isinstance(reader, QuantizedReader) and dtype is None:
+        quantized = quantized_in(reader)
+        if quantized is not None and dtype is None:
             raise CheckpointError(
-                f"{source}: the weights are quantized with {reader.format.name}; pass a dtype to write them in: "
+                f"{source}: the weights are quantized with {quantized.format.name}; pass a dtype to write them in: "
                 "float32 (exactly what they stand for), bfloat16 or float16"
             )
         try:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from checkpoints.errors import CheckpointError
+from checkpoints.reader import ClosingReader
 from checkpoints.tensor_info import Index, TensorInfo, index_bounds
 
 CHUNK_BYTES = 32 << 20
@@ -87,7 +88,7 @@ def _saving_context(ocp: Any) -> Any:
     return context
 
 
-class OrbaxReader:
+class OrbaxReader(ClosingReader):
     """Reads an Orbax checkpoint; nested trees give names joined by dots.
 
     Args:
@@ -140,14 +141,6 @@ class OrbaxReader:
     def close(self) -> None:
         """Release the array stores."""
         self._stores.clear()
-
-    def __enter__(self) -> "OrbaxReader":
-        """Return the reader."""
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        """Release the array stores."""
-        self.close()
 
 
 def find_trees(path: Path) -> list[Path]:

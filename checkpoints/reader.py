@@ -1,9 +1,10 @@
 """The interface of all checkpoint readers, and a reader of several files as one checkpoint."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 
@@ -40,7 +41,23 @@ class CheckpointReader(Protocol):
         ...
 
 
-class ShardedReader:
+class ClosingReader(ABC):
+    """A reader as a context manager that closes its files."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+
+    def __enter__(self) -> Self:
+        """Return the reader."""
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        """Close the files."""
+        self.close()
+
+
+class ShardedReader(ClosingReader):
     """Reads several files as one checkpoint.
 
     Args:
@@ -78,14 +95,6 @@ class ShardedReader:
         """Close all files."""
         for shard in self._shards.values():
             shard.close()
-
-    def __enter__(self) -> "ShardedReader":
-        """Return the reader."""
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        """Close all files."""
-        self.close()
 
 
 def _homes(

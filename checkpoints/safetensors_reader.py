@@ -17,7 +17,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.file_ranges import RangeFile, StridedLayout, full_layout
-from checkpoints.tensor_info import Index, TensorInfo
+from checkpoints.file_reader import FileReader
 
 MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
@@ -48,51 +48,11 @@ DTYPES: Mapping[str, np.dtype] = MappingProxyType(
 )
 
 
-class SafetensorsReader:
-    """Reads one safetensors file.
+class SafetensorsReader(FileReader):
+    """Reads one safetensors file; see ``FileReader``."""
 
-    Args:
-        path: the file.
-
-    Raises:
-        CheckpointError: the file is missing, truncated or its header violates the format; the message names
-            the file and the tensor.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = RangeFile(path)
-        try:
-            self._layouts = _read_header(self._file)
-        except BaseException:
-            self._file.close()
-            raise
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(layout.shape, layout.dtype) for name, layout in self._layouts.items()
-        }
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        """Return a box of a tensor as a new contiguous array.
-
-        Args:
-            name: the tensor.
-            index: one slice of step 1 for each axis.
-
-        Raises:
-            CheckpointError: the file has become shorter since it was opened, or cannot be read.
-        """
-        return self._file.read_box(self._layouts[name], index)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def __enter__(self) -> "SafetensorsReader":
-        """Return the reader."""
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        """Close the file."""
-        self.close()
+    def _read_layouts(self) -> dict[str, StridedLayout]:
+        return _read_header(self._file)
 
 
 def _read_header(file: RangeFile) -> dict[str, StridedLayout]:

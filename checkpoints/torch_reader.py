@@ -3,14 +3,13 @@
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.file_ranges import RangeFile, StridedLayout, num_spanned
-from checkpoints.tensor_info import Index, TensorInfo, index_bounds
+from checkpoints.file_reader import FileReader
+from checkpoints.tensor_info import Index, index_bounds
 from checkpoints.torch_pickle import TensorRef, read_tensor_table
 
 MAX_PICKLE_BYTES = 256 << 20
@@ -21,7 +20,7 @@ _ENCRYPTED = 1
 _DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError, OSError, struct.error)
 
 
-class TorchReader:
+class TorchReader(FileReader):
     """Reads one `.bin` file; every tensor is read by byte range, including views and shared storages.
 
     Args:
@@ -32,20 +31,12 @@ class TorchReader:
             anything but tensors and containers.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = RangeFile(path)
-        try:
-            self._archive = _Archive(self._file)
-            table = read_tensor_table(self._archive.read_pickle(), str(path))
-            self._layouts = {name: self._layout(name, tensor) for name, tensor in table.items()}
-        except BaseException:
-            self._file.close()
-            raise
+    def _read_layouts(self) -> dict[str, StridedLayout]:
+        self._archive = _Archive(self._file)
+        table = read_tensor_table(self._archive.read_pickle(), str(self._file.path))
         self._inflated_keys = {name: tensor.storage.key for name, tensor in table.items()}
         self._last_inflated: tuple[str, np.ndarray] | None = None
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(layout.shape, layout.dtype) for name, layout in self._layouts.items()
-        }
+        return {name: self._layout(name, tensor) for name, tensor in table.items()}
 
     def _layout(self, name: str, tensor: TensorRef) -> StridedLayout:
         """Return the tensor's layout in the file, or within its storage when that is compressed."""
@@ -77,11 +68,10 @@ class TorchReader:
         Raises:
             CheckpointError: the file has become shorter since it was opened, or cannot be read.
         """
-        layout = self._layouts[name]
         key = self._inflated_keys[name]
         if not _is_compressed(self._archive.storage_entry(key, name)):
-            return self._file.read_box(layout, index)
-        return _box_of(self._inflate(key), layout, index)
+            return super().read(name, index)
+        return _box_of(self._inflate(key), self._layouts[name], index)
 
     def _inflate(self, key: str) -> np.ndarray:
         """Return the bytes of a compressed storage, which torch never writes; the last one is cached."""
@@ -94,15 +84,7 @@ class TorchReader:
     def close(self) -> None:
         """Close the file."""
         self._last_inflated = None
-        self._file.close()
-
-    def __enter__(self) -> "TorchReader":
-        """Return the reader."""
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        """Close the file."""
-        self.close()
+        super().close()
 
 
 class _Archive:

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 
 
 _LABORATORY = {
-    "plan": "plan a model on a mesh: memory, communication and time, without weights or devices",
-    "compare": "compare the meshes and layouts of a number of devices, and recommend one",
-    "show": "draw where each weight and each KV page of a model is on a mesh, and the collectives of a layer",
+    "plan": ("plan.command", "plan a model on a mesh: memory, communication and time, without weights or devices"),
+    "compare": ("compare.compare", "compare the meshes and layouts of a number of devices, and recommend one"),
+    "models": ("models", "list the architectures that run and the formats of weights that are read"),
+    "show": ("show.show", "draw where each weight and each KV page of a model is on a mesh, and a layer's collectives"),
 }
+"""Module and help of each command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,7 +74,7 @@ def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure speed")
     if list(wanted) == ["bench"]:
         _add_benches(bench.add_subparsers(required=True, metavar="BENCH"))
-    for name, help_ in _LABORATORY.items():
+    for name, (_, help_) in _LABORATORY.items():
         tool = commands.add_parser(name, help=help_, description=help_, allow_abbrev=False)
         if list(wanted) == [name]:
             _add_laboratory(tool, name)
@@ -96,7 +98,7 @@ def _add_benches(benches: Any) -> None:
 
 
 def _add_laboratory(parser: argparse.ArgumentParser, name: str) -> None:
-    module = importlib.import_module(f"jaxserve.lab.{name}.{'command' if name == 'plan' else name}")
+    module = importlib.import_module(f"jaxserve.lab.{_LABORATORY[name][0]}")
     module.add_arguments(parser)
     parser.set_defaults(run=module.run, quiet=True)
 
@@ -234,14 +236,14 @@ def _as_json(output: RequestOutput) -> str:
 
 def _convert(options: argparse.Namespace) -> None:
     from checkpoints import convert, is_gguf
-    from jaxserve.models.loading import find_model_directory, known_listings, read_model_fields
+    from jaxserve.models.loading import find_model_directory, has_openai_config, known_listings, read_model_fields
     from jaxserve.text.gguf_tokenizer import gguf_tokenizer_files
 
     source = find_model_directory(options.source)
     files = None
-    if is_gguf(source):
+    if is_gguf(source) or has_openai_config(source):
         config = json.dumps(read_model_fields(source)[0], indent=2).encode()
-        files = {"config.json": config, **gguf_tokenizer_files(source)}
+        files = {"config.json": config, **(gguf_tokenizer_files(source) if is_gguf(source) else {})}
     convert(source, options.destination, options.format, options.dtype, known_listings(source), files)
 
 

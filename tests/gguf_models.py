@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.gguf_arrangements import ARRANGEMENTS
 from tests.gguf_files import Blocks, interleave, plain, random_blocks
 
 LLAMA_NAMES = {
@@ -25,9 +26,9 @@ LLAMA_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-INTERLEAVED = ("llama", "granite", "smollm3")
+INTERLEAVED = ("llama", "granite", "granitemoe", "smollm3")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+_LAYER = re.compile(r"(?:model\.layers|gpt_neox\.layers|transformer\.h)\.(\d+)\.(.*)")
 
 Store = Callable[[str, np.ndarray], tuple[Blocks, np.ndarray]]
 """Returns how a tensor is stored in the file, and the values that are read from it."""
@@ -87,10 +88,11 @@ def to_gguf(
     name_of: Callable[[str], str] = llama_name,
 ) -> tuple[dict[str, Blocks], dict[str, np.ndarray]]:
     """Return a checkpoint's tensors as those of a file, and the values that are read from it by the original names."""
-    written: dict[str, Blocks] = {}
-    values: dict[str, np.ndarray] = {}
+    written, values = _rearranged(architecture, config, tensors, store)
     experts: dict[str, dict[int, str]] = {}
     for name, array in tensors.items():
+        if name in values:
+            continue
         match = _EXPERT.fullmatch(name)
         if match is not None:
             experts.setdefault(f"{match[1]}.{match[3]}.weight", {})[int(match[2])] = name
@@ -103,6 +105,28 @@ def to_gguf(
         stacked = np.stack([tensors[members[index]] for index in sorted(members)])
         written[f"{name_of(name.removesuffix('.weight'))}.weight"], found = store(name, stacked)
         values |= {members[index]: found[index] for index in sorted(members)}
+    return written, values
+
+
+def _rearranged(
+    architecture: str, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], store: Store
+) -> tuple[dict[str, Blocks], dict[str, np.ndarray]]:
+    """Do the same for those tensors alone that the file has in other pieces."""
+    written: dict[str, Blocks] = {}
+    values: dict[str, np.ndarray] = {}
+    if architecture not in ARRANGEMENTS:
+        return written, values
+    layers: dict[int, tuple[str, dict[str, np.ndarray]]] = {}
+    for name, array in tensors.items():
+        match = _LAYER.fullmatch(name)
+        if match is not None:
+            layers.setdefault(int(match[1]), (name.removesuffix(match[2]), {}))[1][match[2]] = array
+    for index, (prefix, layer) in layers.items():
+        found: dict[str, np.ndarray] = {}
+        for end, array in ARRANGEMENTS[architecture].apart(config, layer).items():
+            written[f"blk.{index}.{end}"], found[end] = store(end, array)
+        together = ARRANGEMENTS[architecture].together(config, found)
+        values |= {f"{prefix}{end}": array for end, array in together.items()}
     return written, values
 
 
@@ -131,7 +155,8 @@ def _arrange(
 
 
 def metadata_of(architecture: str, config: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """Return the metadata that describe a configuration's sizes, and further fields of the architecture."""
+    """Return the metadata that describe a configuration's sizes, and further fields of the architecture; None leaves a
+    field out."""
     fields = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -146,4 +171,5 @@ def metadata_of(architecture: str, config: Mapping[str, Any], **more: Any) -> di
         "rope.dimension_count": config["head_dim"],
         **more,
     }
-    return {"general.architecture": architecture, **{f"{architecture}.{name}": value for name, value in fields.items()}}
+    given = {f"{architecture}.{name}": value for name, value in fields.items() if value is not None}
+    return {"general.architecture": architecture, **given}

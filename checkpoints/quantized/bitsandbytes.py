@@ -95,7 +95,9 @@ def _open_four_bits(name: str, state_name: str, reader: CheckpointReader) -> Qua
     check_tensor(reader, _NAME, name, (-(-rows * columns // 2), 1), _UINT8, why)
     check_tensor(reader, _NAME, f"{name}.quant_map", (16,), _FLOAT32, "a table of 16 values")
     table = reader.read(f"{name}.quant_map", (slice(0, 16),))
-    is_double = f"{name}.nested_absmax" in reader.tensors
+    if not np.isfinite(table).all():
+        raise CheckpointError(f"tensor {name + '.quant_map'!r} (bitsandbytes) has values that are not finite")
+    is_double = info_of(reader, _NAME, f"{name}.absmax").dtype == _UINT8[0]
     check_tensor(reader, _NAME, f"{name}.absmax", (num_blocks,), _UINT8 if is_double else _FLOAT32, why)
     if is_double:
         check_tensor(reader, _NAME, f"{name}.nested_quant_map", (256,), _FLOAT32, "a table of 256 values")

@@ -7,6 +7,7 @@ Each module is read by the tensors that it has, so that ignored modules and mixe
 
 import re
 from collections.abc import Mapping
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,7 @@ from checkpoints.quantized.format import (
     check_tensor,
     group_by_suffix,
     info_of,
+    read_groups,
     read_number,
 )
 from checkpoints.quantized.planes import Planes, read_packed
@@ -68,6 +70,9 @@ class CompressedTensors:
             )
         self.quantizes_activations = any(part.fields.get("input_activations") for part in parts)
         weights = [part.nested("weights") for part in parts]
+        given = [part for part in weights if part.fields]
+        self._has_zeros = bool(given) and not any(part.flag("symmetric", True) for part in given)
+        self._has_order = bool(given) and all(part.fields.get("actorder") in ("group", True) for part in given)
         self._group_sizes = sorted({size for part in weights if (size := part.integer("group_size", default=0)) > 0})
         self._bits = sorted({part.integer("num_bits", default=8) for part in weights if part.fields})
         self._blocks = [block for part in weights if (block := part.sizes("block_structure")) is not None]
@@ -132,17 +137,22 @@ class CompressedTensors:
         is_single = scales_shape in ((1,), (1, 1), ())
         if not is_single:
             check_tensor(reader, _NAME, scale, (num_outputs, num_groups), SCALE_DTYPES, why)
-        zero = parts.get("weight_zero_point")
+        zero = parts.get("weight_zero_point", f"{name}_zero_point" if self._has_zeros else None)
         if zero is not None:
             check_tensor(reader, _NAME, zero, (-(-num_outputs * bits // _WORD), num_groups), _INT32, why)
-        group_of = np.arange(num_inputs) // group
-        if "weight_g_idx" in parts:
-            check_tensor(reader, _NAME, parts["weight_g_idx"], (num_inputs,), _INT32, why)
-            given = reader.read(parts["weight_g_idx"], (slice(0, num_inputs),))
-            group_of = group_of if given.min() < 0 else given  # -1: not set
+        order = parts.get("weight_g_idx", f"{name}_g_idx" if self._has_order and num_groups > 1 else None)
+        if order is not None:
+            check_tensor(reader, _NAME, order, (num_inputs,), _INT32, why)
+
+        @cache
+        def group_of() -> np.ndarray:
+            in_order = np.arange(num_inputs) // group
+            if order is None or (reader.read(order, (slice(0, num_inputs),)) == -1).all():  # -1: not set
+                return in_order
+            return read_groups(reader, _NAME, order, num_groups)
 
         def planes(box: Box) -> Planes:
-            groups = group_of[box.columns]
+            groups = group_of()[box.columns]
             needed = slice(int(groups.min()), int(groups.max()) + 1)
             codes = read_packed(lambda words: reader.read(packed, (box.rows, words)), box.columns, bits, num_words)
             if is_single:
@@ -156,7 +166,7 @@ class CompressedTensors:
             columns = None if scales.shape[1] == 1 else groups - needed.start
             return Planes(codes, scales, zeros, columns=columns)
 
-        return QuantizedTensor((num_outputs, num_inputs), (), planes)
+        return QuantizedTensor((num_outputs, num_inputs), (), planes, check=group_of)
 
 
 def _read_zeros(reader: CheckpointReader, stored: str, rows: slice, groups: slice, bits: int) -> np.ndarray:
@@ -169,6 +179,8 @@ def _open_float4(name: str, parts: dict[str, str], reader: CheckpointReader) -> 
     """Return a tensor of MXFP4, or of NVFP4 if it has a global scale, which divides the others."""
     packed, scale = parts["weight_packed"], parts.get("weight_scale", f"{name}_scale")
     overall = parts.get("weight_global_scale")
+    if overall is None and info_of(reader, _NAME, scale).dtype == _E4M3:
+        overall = f"{name}_global_scale"
     _matrix_shape(packed, reader)
     if overall is None:
         dtypes = (_UINT8[0], _E8M0)

@@ -29,12 +29,14 @@ class QuantizedTensor(NamedTuple):
         stored: Names of the stored tensors.
         planes: Reads a box, not decoded.
         is_column_major: Whether columns are contiguous in the file, so that cutting along them is cheap.
+        check: Checks what is read only when boxes are, such as the order of groups; None: there is nothing.
     """
 
     shape: tuple[int, ...]
     stored: tuple[str, ...]
     planes: Callable[[Box], Planes]
     is_column_major: bool = False
+    check: Callable[[], object] | None = None
 
 
 @runtime_checkable
@@ -131,6 +133,21 @@ def read_number(reader: CheckpointReader, format_name: str, stored: str) -> np.n
     if math.prod(shape) != 1:
         raise CheckpointError(f"tensor {stored!r} ({format_name}) has shape {list(shape)}, expected one number")
     return reader.read(stored, (slice(0, 1),) * len(shape)).astype(np.float32).reshape(())
+
+
+def read_groups(reader: CheckpointReader, format_name: str, stored: str, num_groups: int) -> np.ndarray:
+    """Return the group of each input, which a stored tensor tells.
+
+    Raises:
+        CheckpointError: There is no such group.
+    """
+    found = reader.read(stored, (slice(0, info_of(reader, format_name, stored).shape[0]),))
+    if found.size and not 0 <= int(found.min()) <= int(found.max()) < num_groups:
+        raise CheckpointError(
+            f"tensor {stored!r} ({format_name}) has groups from {found.min()} to {found.max()}, expected 0 to "
+            f"{num_groups - 1}"
+        )
+    return found
 
 
 def group_by_suffix(stored: Collection[str], suffixes: tuple[str, ...]) -> dict[str, dict[str, str]]:

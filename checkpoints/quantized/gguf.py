@@ -1,7 +1,7 @@
 """GGUF, llama.cpp's files: blocks of 32 to 256 weights of a row with scales of their own (``gguf_blocks``).
 
-A file is opened in three steps: its tensors of bytes (``gguf_file``), with Hugging Face's names and order of rows
-(``gguf_names``), and decoded.
+A file is opened in four steps: its tensors of bytes (``gguf_file``), with Hugging Face's names and order of rows
+(``gguf_names``), decoded, and put together where Hugging Face has other pieces (``gguf_architectures``).
 """
 
 import re
@@ -10,15 +10,17 @@ from pathlib import Path
 
 import numpy as np
 
+from checkpoints.arranged import ArrangedReader
+from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, group_indices
 from checkpoints.quantized.gguf_blocks import UNPACK
 from checkpoints.quantized.gguf_file import GgufFiles
-from checkpoints.quantized.gguf_names import Source, sources
+from checkpoints.quantized.gguf_names import Source, architecture_of, scale_of, sources
 from checkpoints.quantized.gguf_types import GgufType
 from checkpoints.quantized.planes import Planes
 from checkpoints.quantized.reader import QuantizedReader
-from checkpoints.reader import CheckpointReader
-from checkpoints.tensor_info import Index, TensorInfo, index_bounds
+from checkpoints.reader import CheckpointReader, ClosingReader
+from checkpoints.tensor_info import Index, TensorInfo, index_bounds, whole_index
 
 
 def open_gguf(path: Path) -> CheckpointReader:
@@ -32,13 +34,35 @@ def open_gguf(path: Path) -> CheckpointReader:
         named = RenamedReader(files, sources(files.metadata, files.tensors))
         types = {name: files.stored[source.stored].type for name, source in named.sources.items()}
         blocks = {name: kind for name, kind in types.items() if kind.dtype is None}
+        factors = _factors(files, named.sources)
+        arrange = architecture_of(files.metadata).arrange
     except BaseException:
         files.close()
         raise
-    return QuantizedReader(named, Gguf(blocks)) if blocks else named
+    reader = QuantizedReader(named, Gguf(blocks, factors)) if blocks else named
+    return reader if arrange is None else ArrangedReader(reader, lambda inner: arrange(inner, files.metadata))
 
 
-class RenamedReader:
+def _factors(files: GgufFiles, sources: Mapping[str, Source]) -> dict[str, np.ndarray]:
+    """Return the factors of NVFP4 tensors: one number each, or one for each expert of a tensor that has all."""
+    found: dict[str, np.ndarray] = {}
+    for name, source in sources.items():
+        stored = scale_of(source.stored)
+        if stored not in files.tensors or not source.stored.endswith(".weight"):
+            continue
+        weight, info = files.stored[source.stored], files.tensors[stored]
+        kind, experts = weight.type.name, weight.shape[0] if len(weight.shape) > 2 else 1
+        if kind != "NVFP4" or info.dtype != np.float32 or info.num_bytes not in (4, 4 * experts):
+            raise CheckpointError(
+                f"{files.metadata.path}: tensor {stored!r} is {info.dtype} {list(info.shape)}, expected one float32 or "
+                f"one for each of {experts} experts, of an NVFP4 tensor; {source.stored!r} is {kind}"
+            )
+        values = files.read(stored, whole_index(info.shape)).reshape(-1)
+        found[name] = values if values.size == 1 or source.expert is None else values[source.expert, None]
+    return found
+
+
+class RenamedReader(ClosingReader):
     """Shows the tensors of a file with Hugging Face's names and shapes, and rows in their order.
 
     Args:
@@ -85,28 +109,21 @@ class RenamedReader:
         """Close the file."""
         self._reader.close()
 
-    def __enter__(self) -> "RenamedReader":
-        """Return the reader."""
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        """Close the file."""
-        self.close()
-
 
 class Gguf:
     """The format of one file.
 
     Args:
         types: Type of each tensor that is stored in blocks.
+        factors: What some tensors are multiplied by: a number, or one for each expert.
     """
 
     name = "GGUF"
     quantizes_activations = False
     ignored = re.compile(r"(?!)")
 
-    def __init__(self, types: Mapping[str, GgufType]) -> None:
-        self._types = types
+    def __init__(self, types: Mapping[str, GgufType], factors: Mapping[str, np.ndarray]) -> None:
+        self._types, self._factors = types, factors
 
     def logical_names(self, tensors: Mapping[str, TensorInfo | None]) -> dict[str, tuple[str, ...]]:
         """Return the stored tensor of each quantized one; they have the same name."""
@@ -117,6 +134,7 @@ class Gguf:
         kind = self._types[name]
         unpack = UNPACK[kind.name]
         *rows, row_bytes = reader.tensors[name].shape
+        factors = self._factors.get(name)
 
         def planes(box: Box) -> Planes:
             _, blocks = group_indices(box.columns.start, box.columns.stop, kind.block)
@@ -135,6 +153,8 @@ class Gguf:
 
             scales = grid(found.scales)
             assert scales is not None
+            if factors is not None:
+                scales = scales * (factors[box.leading[0]] if factors.size > 1 else factors.reshape(()))
             codes = found.codes.reshape(num_rows, -1)[:, box.columns.start - skip : box.columns.stop - skip]
             return Planes(codes, scales, None, grid(found.biases), found.table, columns=groups)
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.file_ranges import RangeFile, full_layout
+from checkpoints.file_ranges import StridedLayout, full_layout
+from checkpoints.file_reader import FileReader
 from checkpoints.quantized.gguf_header import Strings, Tensor, Value, read_header
-from checkpoints.reader import ShardedReader, open_shards
-from checkpoints.tensor_info import Index, TensorInfo
+from checkpoints.reader import ClosingReader, ShardedReader, open_shards
+from checkpoints.tensor_info import Index
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
@@ -102,7 +103,7 @@ class Metadata:
         return self.error(name, f"expected {expected}, got {shown}")
 
 
-class GgufFile:
+class GgufFile(FileReader):
     """Reads one file. Tensors of plain numbers have their shape and dtype; those of blocks are uint8 [..., row bytes].
 
     Args:
@@ -112,43 +113,11 @@ class GgufFile:
         CheckpointError: The file cannot be read, or its header violates the format; the message names file and tensor.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._file = RangeFile(path)
-        try:
-            header = read_header(self._file)
-        except BaseException:
-            self._file.close()
-            raise
-        self.metadata = Metadata(header.metadata, path)
+    def _read_layouts(self) -> dict[str, StridedLayout]:
+        header = read_header(self._file)
+        self.metadata = Metadata(header.metadata, self._file.path)
         self.stored: Mapping[str, Tensor] = header.tensors
-        self._layouts = {name: full_layout(each.start, *_form(each)) for name, each in header.tensors.items()}
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(layout.shape, layout.dtype) for name, layout in self._layouts.items()
-        }
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        """Return a box of a tensor as a new contiguous array.
-
-        Args:
-            name: The tensor.
-            index: One slice of step 1 for each axis.
-
-        Raises:
-            CheckpointError: The file has become shorter since it was opened, or cannot be read.
-        """
-        return self._file.read_box(self._layouts[name], index)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def __enter__(self) -> "GgufFile":
-        """Return the reader."""
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        """Close the file."""
-        self.close()
+        return {name: full_layout(each.start, *_form(each)) for name, each in header.tensors.items()}
 
 
 def _form(tensor: Tensor) -> tuple[np.dtype, tuple[int, ...]]:
@@ -159,7 +128,7 @@ def _form(tensor: Tensor) -> tuple[np.dtype, tuple[int, ...]]:
     return _BYTES, (*tensor.shape[:-1], tensor.shape[-1] // kind.block * kind.num_bytes)
 
 
-class GgufFiles:
+class GgufFiles(ClosingReader):
     """Reads a file and the other parts that it is split into.
 
     Args:
@@ -204,14 +173,6 @@ class GgufFiles:
     def close(self) -> None:
         """Close the files."""
         self._shards.close()
-
-    def __enter__(self) -> "GgufFiles":
-        """Return the reader."""
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        """Close the files."""
-        self.close()
 
 
 def part_names(path: Path) -> list[str]:

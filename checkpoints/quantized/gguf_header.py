@@ -174,7 +174,8 @@ class _Parser:
         if number not in TYPES:
             supported = ", ".join(each.name for each in TYPES.values())
             raise self._error(
-                f"{where} has type {REFUSED.get(number, number)}, which is not supported; supported: {supported}"
+                f"{where} has type {REFUSED.get(number, number)}, which is not supported; supported: {supported}; "
+                "export the model in one of them with llama-quantize, for example as Q4_K_M"
             )
         kind = TYPES[number]
         if lengths and lengths[0] % kind.block or (not lengths and kind.block > 1):

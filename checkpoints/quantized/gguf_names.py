@@ -1,4 +1,4 @@
-"""Names of tensors in GGUF files and in Hugging Face's checkpoints, architecture by architecture.
+"""Where GGUF files have the tensors of Hugging Face's checkpoints: names, rows and experts.
 
 Some values differ too. Architectures with llama.cpp's older rotary embedding have the rows of queries and keys
 interleaved: the two halves of a head, which are rotated together, alternate. Gemma's norms are stored with the 1 that
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from checkpoints.errors import CheckpointError
+from checkpoints.quantized.gguf_architectures import ARCHITECTURES, MIXTRAL, Architecture
 from checkpoints.quantized.gguf_file import Metadata
 from checkpoints.tensor_info import TensorInfo
 
@@ -32,92 +33,6 @@ class Source(NamedTuple):
     offset: float = 0.0
 
 
-class Architecture(NamedTuple):
-    """An architecture of GGUF files.
-
-    Attributes:
-        hf_class: Its name in Hugging Face's ``config.json``.
-        model_type: Its ``model_type`` there.
-        layer: Modules of a layer: from the name in the file to that in Hugging Face's checkpoints, where ``{}`` stands
-            for the index of an expert.
-        is_interleaved: Whether the rows of queries and keys are interleaved.
-        norm_offset: What stored norms have added.
-    """
-
-    hf_class: str
-    model_type: str
-    layer: Mapping[str, str]
-    is_interleaved: bool = False
-    norm_offset: float = 0.0
-
-
-_ATTENTION = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-}
-_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-}
-_SHARED_EXPERT = {
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_MIXTRAL_EXPERTS = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-}
-_SANDWICH_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_DENSE = {**_ATTENTION, **_MLP}
-_AFTER_NORMS = {name: _SANDWICH_NORMS[name] for name in ("post_attention_norm", "post_ffw_norm")}
-_OLMO2 = {name: module for name, module in _DENSE.items() if "norm" not in name} | _HEAD_NORMS | _AFTER_NORMS
-_PHI3 = {
-    "attn_norm": "input_layernorm",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_up": "mlp.gate_up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_QWEN3_EXPERTS = {**_ATTENTION, **_HEAD_NORMS, **_EXPERTS}
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "gemma": Architecture("GemmaForCausalLM", "gemma", _DENSE, norm_offset=1.0),
-    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", {**_DENSE, **_SANDWICH_NORMS}, norm_offset=1.0),
-    "gemma3": Architecture(
-        "Gemma3ForCausalLM", "gemma3_text", {**_DENSE, **_SANDWICH_NORMS, **_HEAD_NORMS}, norm_offset=1.0
-    ),
-    "granite": Architecture("GraniteForCausalLM", "granite", _DENSE, is_interleaved=True),
-    "llama": Architecture("LlamaForCausalLM", "llama", _DENSE, is_interleaved=True),
-    "olmo2": Architecture("Olmo2ForCausalLM", "olmo2", _OLMO2),
-    "phi3": Architecture("Phi3ForCausalLM", "phi3", _PHI3),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", _DENSE),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", "qwen2_moe", {**_ATTENTION, **_EXPERTS, **_SHARED_EXPERT}),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", {**_DENSE, **_HEAD_NORMS}),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _QWEN3_EXPERTS),
-    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", _DENSE, is_interleaved=True),
-}
-"""By ``general.architecture``; "llama" is also that of Mistral's models, and of Mixtral, which has experts."""
-
-MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", {**_ATTENTION, **_MIXTRAL_EXPERTS}, is_interleaved=True)
-
-_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are part of the configuration: what rotary frequencies are divided by."""
 
@@ -137,7 +52,9 @@ def architecture_of(metadata: Metadata) -> Architecture:
     name = metadata.text("general.architecture")
     if name not in ARCHITECTURES:
         raise metadata.error(
-            "general.architecture", f"{name!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
+            "general.architecture",
+            f"{name!r} is not supported; supported: {', '.join(ARCHITECTURES)}; if the model's own checkpoint has a "
+            "supported architecture, load that (safetensors)",
         )
     return MIXTRAL if name == "llama" and metadata.integer("llama.expert_count", 0) else ARCHITECTURES[name]
 
@@ -155,7 +72,7 @@ def sources(metadata: Metadata, tensors: Mapping[str, TensorInfo]) -> dict[str, 
     architecture = architecture_of(metadata)
     found: dict[str, Source] = {}
     for stored, info in tensors.items():
-        if stored not in ROPE_FACTORS:
+        if stored not in ROPE_FACTORS and not _is_scale(stored, tensors):
             found |= _named(metadata, architecture, stored, info.shape)
     return found
 
@@ -166,12 +83,12 @@ def _named(metadata: Metadata, architecture: Architecture, stored: str, shape: t
     lone = _LONE_EXPERT.fullmatch(stored)
     if lone and f"{lone[2]}_exps" in architecture.layer:
         module = architecture.layer[f"{lone[2]}_exps"].format(int(lone[3]))
-        return {f"model.layers.{int(lone[1])}.{module}.weight": Source(stored, shape)}
+        return {f"{architecture.layers}.{int(lone[1])}.{module}.weight": Source(stored, shape)}
     if in_layer and in_layer[2] in architecture.layer:
         part, kind = in_layer[2], in_layer[3]
-        name = f"model.layers.{int(in_layer[1])}.{architecture.layer[part]}.{kind}"
-    elif other and other[1] in _OUTSIDE:
-        part, name = other[1], f"{_OUTSIDE[other[1]]}.{other[2]}"
+        name = f"{architecture.layers}.{int(in_layer[1])}.{architecture.layer[part]}.{kind}"
+    elif other and other[1] in architecture.outside:
+        part, name = other[1], f"{architecture.outside[other[1]]}.{other[2]}"
     else:
         raise CheckpointError(f"{metadata.path}: tensor {stored!r} is not one of a {architecture.hf_class}")
     if "{}" in name:
@@ -187,6 +104,17 @@ def _named(metadata: Metadata, architecture: Architecture, stored: str, shape: t
             f"{heads} heads"
         )
     return {name: Source(stored, shape, None, heads, architecture.norm_offset if part.endswith("norm") else 0.0)}
+
+
+def scale_of(stored: str) -> str:
+    """Return the name of the factor of an NVFP4 tensor: one number, or one for each expert."""
+    return f"{stored.removesuffix('weight')}scale"
+
+
+def _is_scale(stored: str, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Return whether a tensor is the factor of another one or of its activations."""
+    module, _, kind = stored.rpartition(".")
+    return kind in ("scale", "input_scale") and f"{module}.weight" in tensors
 
 
 def _num_interleaved(metadata: Metadata, part: str) -> int:

@@ -7,11 +7,12 @@ the first version of the format stores ``zero - 1``.
 
 import re
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, info_of
+from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, info_of, read_groups
 from checkpoints.quantized.planes import Planes, read_packed
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
@@ -39,6 +40,7 @@ class Gptq:
         self._settings = settings
         self._bits = settings.choice("bits", _BITS)
         self._group = settings.integer("group_size", default=128)
+        self._has_order = settings.flag("desc_act", False)
         version = settings.text("checkpoint_format", settings.text("format", "gptq"))
         if version not in ("gptq", "gptq_v2"):
             raise settings.error(
@@ -73,19 +75,21 @@ class Gptq:
         check_tensor(reader, _NAME, qweight, shape, _INT32, why)
         check_tensor(reader, _NAME, qzeros, (num_groups, zero_words), _INT32, why)
         check_tensor(reader, _NAME, scales, (num_groups, num_outputs), _FLOATS, why)
-        group_of = np.arange(num_inputs) // group
-        if len(stored) > len(_PARTS) - 1:
-            check_tensor(reader, _NAME, stored[3], (num_inputs,), _INT32, why)
-            group_of = reader.read(stored[3], (slice(0, num_inputs),))
-            if num_inputs and not 0 <= int(group_of.min()) <= int(group_of.max()) < num_groups:
-                raise CheckpointError(
-                    f"tensor {stored[3]!r} (GPTQ) has groups from {group_of.min()} to {group_of.max()}, expected 0 to "
-                    f"{num_groups - 1}"
-                )
+        order = next(iter(stored[3:]), None)
+        if order is None and self._has_order and num_groups > 1:
+            order = f"{name.removesuffix('.weight')}.g_idx"
+        if order is not None:
+            check_tensor(reader, _NAME, order, (num_inputs,), _INT32, why)
+
+        @cache
+        def group_of() -> np.ndarray:
+            if order is None:
+                return np.arange(num_inputs) // group
+            return read_groups(reader, _NAME, order, num_groups)
 
         def planes(box: Box) -> Planes:
             inputs, outputs = box.columns, box.rows
-            groups = group_of[inputs]
+            groups = group_of()[inputs]
             first, last = (int(groups.min()), int(groups.max()) + 1) if groups.size else (0, 0)
             needed = slice(first, last)
             stored_zeros = read_packed(lambda words: reader.read(qzeros, (needed, words)), outputs, bits, zero_words)
@@ -97,7 +101,7 @@ class Gptq:
                 columns=groups - first,
             )
 
-        return QuantizedTensor((num_outputs, num_inputs), stored, planes, is_column_major=True)
+        return QuantizedTensor((num_outputs, num_inputs), stored, planes, is_column_major=True, check=group_of)
 
     def _bits_and_group(self, module: str) -> tuple[int, int]:
         """Return bits and group size of a module: those of the section, or of the entry of ``dynamic`` that matches."""

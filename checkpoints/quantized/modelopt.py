@@ -51,6 +51,8 @@ class ModelOpt:
     def open(self, name: str, stored: tuple[str, ...], reader: CheckpointReader) -> QuantizedTensor:
         """Return a logical tensor; see ``Format``."""
         weight, scale, *overall = stored
+        if not overall and info_of(reader, _NAME, weight).dtype == np.uint8:
+            overall = [f"{name}_scale_2"]
         if not overall:
             return open_scaled(reader, _NAME, weight, scale, self._block)
         shape = info_of(reader, _NAME, weight).shape

@@ -1,7 +1,7 @@
 """MXFP4 as GPT-OSS is published: the experts' matrices in blocks of 32 four-bit floats.
 
 ``<name>_blocks`` uint8 [E, N, K / 32, 16] and ``<name>_scales`` uint8 [E, N, K / 32] stand for ``<name>`` [E, K, N],
-which is how the 16-bit checkpoints of this family store it.
+which is how the 16-bit checkpoints of this family store it. OpenAI's own files have a dot instead of the underscore.
 """
 
 import re
@@ -34,8 +34,8 @@ class Mxfp4:
 
     def logical_names(self, tensors: Mapping[str, TensorInfo | None]) -> dict[str, tuple[str, ...]]:
         """Return the stored tensors of each quantized logical tensor."""
-        bases = [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]
-        return {base: (f"{base}_blocks", f"{base}_scales") for base in bases}
+        marks = [(name.removesuffix("blocks"), name) for name in tensors if name.endswith(("_blocks", ".blocks"))]
+        return {base[:-1]: (name, f"{base}scales") for base, name in marks}
 
     def open(self, name: str, stored: tuple[str, ...], reader: CheckpointReader) -> QuantizedTensor:
         """Return a logical tensor; see ``Format``."""

@@ -5,17 +5,18 @@ from typing import TypeVar
 
 import numpy as np
 
+from checkpoints.arranged import ArrangedReader
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, Format, QuantizedTensor
 from checkpoints.quantized.planes import Planes
-from checkpoints.reader import CheckpointReader
+from checkpoints.reader import CheckpointReader, ClosingReader
 from checkpoints.tensor_info import Index, TensorInfo, index_bounds
 
 _FLOAT32 = np.dtype(np.float32)
 T = TypeVar("T")
 
 
-class QuantizedReader:
+class QuantizedReader(ClosingReader):
     """Shows the logical tensors of a quantized checkpoint; the others as they are stored.
 
     Attributes:
@@ -44,6 +45,16 @@ class QuantizedReader:
         self.tensors: Mapping[str, TensorInfo] = _plain(reader.tensors, used, format) | {
             name: TensorInfo(tensor.shape, _FLOAT32, tensor.is_column_major) for name, tensor in self._quantized.items()
         }
+
+    def check(self) -> None:
+        """Check what is otherwise read with the weights.
+
+        Raises:
+            CheckpointError: It contradicts the stored tensors.
+        """
+        for tensor in self._quantized.values():
+            if tensor.check is not None:
+                tensor.check()
 
     def leave_out(self, names: Collection[str]) -> None:
         """Show these tensors no longer."""
@@ -103,13 +114,11 @@ class QuantizedReader:
         """Close the files."""
         self._reader.close()
 
-    def __enter__(self) -> "QuantizedReader":
-        """Return the reader."""
-        return self
 
-    def __exit__(self, *details: object) -> None:
-        """Close the files."""
-        self.close()
+def quantized_in(reader: CheckpointReader) -> QuantizedReader | None:
+    """Return the reader of a checkpoint's quantized tensors; None if it has none."""
+    inner = reader.inner if isinstance(reader, ArrangedReader) else reader
+    return inner if isinstance(inner, QuantizedReader) else None
 
 
 def logical_names(stored: Collection[str], format: Format) -> list[str]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from checkpoints.quantized.awq import Awq
 from checkpoints.quantized.bitsandbytes import BitsAndBytes
@@ -29,16 +29,90 @@ FORMATS: Final[dict[str, Callable[[Settings], Format]]] = {
 }
 """By the value of ``quant_method``."""
 
+
+class Description(NamedTuple):
+    """What users are told about a format.
+
+    Attributes:
+        name: Its name.
+        methods: Values of ``quant_method``; none for GGUF, whose files say it themselves.
+        variants: Those that are read.
+        exact: What is computed exactly as the file says, and what is not.
+        writers: Tools that write it.
+    """
+
+    name: str
+    methods: tuple[str, ...]
+    variants: str
+    exact: str
+    writers: str
+
+
+_ALL: Final = "every weight"
+_WEIGHTS: Final = "every weight; activations, which its own engine rounds, stay as they are"
+DESCRIPTIONS: Final = (
+    Description(
+        "GGUF",
+        (),
+        "Q4_0 to Q8_0, Q2_K to Q6_K, IQ1 to IQ4, TQ1_0, TQ2_0, MXFP4, NVFP4, F16, BF16, and mixtures such as Q4_K_M; "
+        "split files",
+        "every weight, as llama.cpp's reference decodes it; its kernels round activations to 8 bits",
+        "llama.cpp",
+    ),
+    Description("AWQ", ("awq",), "version `gemm`, 4 bits, any group", _ALL, "AutoAWQ, llm-compressor"),
+    Description(
+        "GPTQ",
+        ("gptq", "auto-round"),
+        "2, 3, 4, 8 bits; symmetric or not; `desc_act`; v1 and v2; `dynamic`; AutoRound's packing (of AWQ too)",
+        _ALL,
+        "GPTQModel, AutoGPTQ, AutoRound",
+    ),
+    Description(
+        "compressed-tensors",
+        ("compressed-tensors",),
+        "packed integers of 1 to 8 bits with or without zeros, int8, FP8, MXFP4, NVFP4, mixed",
+        _WEIGHTS,
+        "llm-compressor",
+    ),
+    Description(
+        "FP8",
+        ("fp8", "fbgemm_fp8"),
+        "per tensor, per row, blocks of any size (DeepSeek, Kimi-K2, Qwen3), FBGEMM's",
+        _WEIGHTS,
+        "the models' authors, FBGEMM",
+    ),
+    Description(
+        "bitsandbytes",
+        ("bitsandbytes",),
+        "NF4, FP4, each with double quantization or without; int8",
+        "every weight; int8 has no outlier columns in 16 bits",
+        "transformers",
+    ),
+    Description(
+        "MXFP4",
+        ("mxfp4",),
+        "GPT-OSS's experts, in Hugging Face's names or OpenAI's own (folder `original`)",
+        _ALL,
+        "OpenAI",
+    ),
+    Description("MLX", ("mlx",), "affine, 2 to 8 bits, experts in one tensor", _ALL, "mlx-lm"),
+    Description("ModelOpt", ("modelopt", "modelopt_fp4"), "FP8, NVFP4", _WEIGHTS, "NVIDIA"),
+)
+"""In the order of documents."""
+
 _EXPORTS: Final = "export the model as GPTQ, AWQ, compressed-tensors, FP8 or GGUF, or unquantized"
 REFUSED: Final[dict[str, str]] = {
     "aqlm": "codebooks of AQLM",
     "bitnet": "ternary weights of BitNet",
+    "eetq": "EETQ",
     "exl2": "EXL2",
     "exl3": "EXL3",
     "fp_quant": "FP-Quant",
+    "higgs": "HIGGS",
     "hqq": "HQQ",
     "quanto": "Quanto",
     "quark": "AMD Quark",
+    "spqr": "SpQR",
     "torchao": "torchao",
     "vptq": "VPTQ",
 }

@@ -90,8 +90,8 @@ def open_scaled(
         numbers = reader.read(weight, (*places, box.rows, box.columns))
         numbers = numbers.reshape(numbers.shape[-2:])
         codes = numbers if table is None else numbers.view(np.uint8)
-        if table is not None and np.isnan(table[_largest_magnitude(codes)]):
-            raise CheckpointError(f"tensor {weight!r} ({format_name}) contains NaN")
+        if table is not None and not np.isfinite(table[_largest_magnitude(codes)]):
+            raise CheckpointError(f"tensor {weight!r} ({format_name}) contains NaN or infinity")
         return Planes(
             codes,
             read_grid(scale, box, (needed_rows, needed_columns)),
@@ -128,5 +128,5 @@ def _group_sizes(
 
 
 def _largest_magnitude(codes: np.ndarray) -> int:
-    """Return the largest code without its sign: the NaNs of float8 types are above all other magnitudes."""
+    """Return the largest code without its sign: NaN and infinity of float8 types are above all other magnitudes."""
     return int((codes & 0x7F).max()) if codes.size else 0

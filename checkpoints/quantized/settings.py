@@ -85,11 +85,14 @@ class Settings:
 def settings_of(config: Mapping[str, Any], where: str) -> Settings | None:
     """Return the quantization section of the object in a ``config.json``; None if the weights are not quantized.
 
-    A section without effect counts as none: an empty one, or bitsandbytes' with both loads off.
+    A section without effect counts as none: an empty one, or bitsandbytes' with both loads off. OpenAI's own
+    configuration of GPT-OSS has none, but its experts are in MXFP4.
 
     Raises:
         CheckpointError: The section is not an object.
     """
+    if is_openai_config(config):
+        return Settings({"quant_method": "mxfp4"}, where)
     inner = config.get("text_config")
     for outer in (config, inner if isinstance(inner, Mapping) else {}):
         for name in SECTIONS:
@@ -103,6 +106,11 @@ def settings_of(config: Mapping[str, Any], where: str) -> Settings | None:
                 continue
             return settings
     return None
+
+
+def is_openai_config(config: Mapping[str, Any]) -> bool:
+    """Return whether a ``config.json`` has the keys of OpenAI's own files of GPT-OSS, not Hugging Face's."""
+    return "architectures" not in config and {"experts_per_token", "rope_ntk_alpha"} <= set(config)
 
 
 def loads_bitsandbytes(section: Mapping[str, Any]) -> int:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from checkpoints import Index, Listing, TensorInfo, index_bounds
+from checkpoints.reader import ClosingReader
 
 _PERIOD = 65521  # a prime, so that rows of any length begin at different numbers
 _SCALE = 1e-3
 
 
-class DummyReader:
+class DummyReader(ClosingReader):
     """A checkpoint of random numbers from -0.001 to 0.001, the same for the same name, shape and position.
 
     Args:
@@ -38,10 +39,3 @@ class DummyReader:
 
     def close(self) -> None:
         """Do nothing: no file is open."""
-
-    def __enter__(self) -> "DummyReader":
-        """Return the reader."""
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        """Do nothing."""

@@ -20,7 +20,8 @@ from checkpoints import (
     progress_bar,
     resolve_model,
 )
-from checkpoints.quantized.reader import QuantizedReader
+from checkpoints.quantized.reader import QuantizedReader, quantized_in
+from checkpoints.quantized.settings import is_openai_config
 from jaxserve.api.config_checks import DTYPES
 from jaxserve.api.errors import ConfigError
 from jaxserve.demo import MODEL_DIRECTORY
@@ -32,6 +33,7 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.dummy_weights import DummyReader
 from jaxserve.models.gguf_config import config_of_gguf
 from jaxserve.models.hf_config import check_quantized_with, read_config_json
+from jaxserve.models.openai_config import fields_of_openai
 from jaxserve.models.output_head import choose_head, model_listings
 from jaxserve.models.registry import config_from_hf
 
@@ -93,7 +95,7 @@ def read_model_config(
 
 
 def read_model_fields(directory: Path) -> tuple[dict[str, Any], Path]:
-    """Return the object in a model's ``config.json``, and its file.
+    """Return the object in a model's ``config.json``, and its file; OpenAI's own, of GPT-OSS, in Hugging Face's words.
 
     A GGUF file has the same in its metadata; a ``config.json`` beside it that names an architecture takes precedence.
 
@@ -102,7 +104,8 @@ def read_model_fields(directory: Path) -> tuple[dict[str, Any], Path]:
     """
     if not is_gguf(directory):
         path = directory / "config.json"
-        return read_config_json(path), path
+        fields = read_config_json(path)
+        return fields_of_openai(fields) if is_openai_config(fields) else fields, path
     beside = directory.with_name("config.json")
     if beside.is_file():
         fields = read_config_json(beside)
@@ -110,6 +113,12 @@ def read_model_fields(directory: Path) -> tuple[dict[str, Any], Path]:
             logger.info("%s: the model is as %s describes it, not as the metadata of the file do", directory, beside)
             return fields, beside
     return config_of_gguf(directory), directory
+
+
+def has_openai_config(directory: Path) -> bool:
+    """Return whether a directory has OpenAI's own ``config.json`` of GPT-OSS."""
+    path = directory / "config.json"
+    return path.is_file() and is_openai_config(read_config_json(path))
 
 
 def known_listings(directory: Path) -> Listings | None:
@@ -129,8 +138,10 @@ def check_weights(directory: Path, model: AbstractModel, load_format: str = "aut
     """
     with _open(directory, model, lambda: model.listings, load_format) as reader:
         check_recipes(reader.tensors, model.recipes_for(reader.tensors), model.ignored)
-        if isinstance(reader, QuantizedReader):
-            _log_quantization(reader)
+        quantized = quantized_in(reader)
+        if quantized is not None:
+            quantized.check()
+            _log_quantization(quantized)
 
 
 def _log_quantization(reader: QuantizedReader) -> None:

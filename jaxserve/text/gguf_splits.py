@@ -75,6 +75,25 @@ _DEEPSEEK_LLM: Final = (
     r"\p{N}+",
 )
 
+_HAN_OR_NOT: Final = r"&&[^\p{Han}]]"
+_KIMI: Final = (
+    r"\p{Han}+|"
+    + _by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
+    .replace(_UPPER, f"{_UPPER[:-1]}{_HAN_OR_NOT}")
+    .replace(_LOWER, f"{_LOWER[:-1]}{_HAN_OR_NOT}")
+    .replace(_CASED_REST, _REST),
+)
+"""Words of Chinese characters alone; other words as GPT-4o's, without such characters."""
+_YOUTU: Final = (
+    r"[\x{ac00}-\x{d7a3}\x{3131}-\x{318e}]+"
+    r"|[\x{ff01}\x{2026}\x{201c}\x{201d}\x{2018}\x{2019}\x{2014}\x{ff1a}\x{ff1b}\x{ff0c}\x{3001}-\x{303f}\x{fe30}-\x{fe4f}]+"
+    r"|[\x{3105}-\x{312f}]+|[\x{4e00}-\x{9fa5}\x{3040}-\x{309f}\x{30a0}-\x{30ff}]+",
+    _by_case(f"{_CONTRACTIONS}?", r"\p{N}"),
+)
+_SEED: Final = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 _BY_GPT2: Final = Splitting((_GPT2,))
 _BY_DIGIT: Final = Splitting((r"\p{N}", _GPT2))
 _BY_LLAMA3: Final = Splitting((_LLAMA3,), ignores_merges=True, adds_bos=True)
@@ -82,6 +101,7 @@ _BY_QWEN2: Final = Splitting((_QWEN2,), normalizes=True)
 _BY_O200K: Final = Splitting((_by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),))
 
 SPLITTINGS: Final[Mapping[str, Splitting]] = {
+    "a.x-4.0": _BY_GPT2,
     "codeshell": _BY_DIGIT,
     "command-r": _BY_DIGIT,
     "dbrx": Splitting((_LLAMA3,)),
@@ -90,25 +110,40 @@ SPLITTINGS: Final[Mapping[str, Splitting]] = {
     "deepseek-r1-qwen": _BY_QWEN2,
     "deepseek-v3": Splitting(_DEEPSEEK3),
     "exaone": _BY_DIGIT,
+    "exaone4": _BY_GPT2,
     "falcon": Splitting((r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    "falcon-h1": _BY_LLAMA3,
     "falcon3": _BY_LLAMA3,
+    "gigachat": _BY_GPT2,
     "gpt-2": _BY_GPT2,
     "gpt-4o": _BY_O200K,
+    "granite-docling": _BY_GPT2,
+    "hunyuan-dense": Splitting(_DEEPSEEK3),
+    "jais": _BY_GPT2,
+    "joyai-llm": Splitting(_DEEPSEEK3),
+    "kimi-k2": Splitting(_KIMI),
+    "lfm2": _BY_LLAMA3,
     "llama-bpe": _BY_LLAMA3,
     "llama-v3": _BY_LLAMA3,
     "llama3": _BY_LLAMA3,
     "llama4": _BY_O200K,
     "megrez": _BY_QWEN2,
+    "mellum": _BY_GPT2,
+    "midm-2.0": _BY_LLAMA3,
     "minerva-7b": _BY_DIGIT,
     "mpt": Splitting((_GPT2,), normalizes=True),
     "olmo": Splitting((_GPT2,), normalizes=True),
     "phi-2": _BY_GPT2,
+    "pixtral": _BY_LLAMA3,
     "qwen2": _BY_QWEN2,
     "refact": _BY_DIGIT,
+    "seed-coder": Splitting((_SEED,)),
     "smaug-bpe": Splitting((_LLAMA3,)),
     "smollm": _BY_DIGIT,
     "stablelm2": _BY_QWEN2,
     "starcoder": _BY_DIGIT,
     "tekken": Splitting((_by_case("", r"\p{N}"),), ignores_merges=True, adds_bos=True),
+    "trillion": _BY_GPT2,
+    "youtu": Splitting(_YOUTU, ignores_merges=True),
 }
 """By the name in the file."""

@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import logging
+import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import open_checkpoint
+from checkpoints.quantized.gguf_architectures import ARCHITECTURES
 from checkpoints.quantized.gguf_blocks import UNPACK
-from checkpoints.quantized.gguf_names import ARCHITECTURES
 from checkpoints.quantized.gguf_types import TYPES
 from checkpoints.quantized.planes import Planes
 from checkpoints.tensor_info import whole_index
@@ -27,8 +29,8 @@ from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.models.loading import read_model_config
 from jaxserve.text.gguf_tokenizer import load_model_tokenizer
 from tests.gguf_files import plain, write_gguf
-from tests.gguf_models import metadata_of, random_store, store_q8_0, to_gguf
-from tests.random_checkpoint import LLAMA, write_checkpoint
+from tests.gguf_models import llama_name, metadata_of, random_store, store_q8_0, to_gguf
+from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -42,9 +44,70 @@ NUMBERS = {kind.name: number for number, kind in TYPES.items()}
 BASE: dict[str, Any] = {**LLAMA, "rms_norm_eps": 1e-5, "rope_theta": 20000.0, "bos_token_id": None}
 EXPERTS: dict[str, Any] = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 GGUF_EXPERTS: dict[str, Any] = {"expert_count": 3, "expert_used_count": 2, "expert_feed_forward_length": 12}
+GRANITE: dict[str, Any] = {
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+GGUF_GRANITE: dict[str, Any] = {
+    "attention.scale": 0.25,
+    "embedding_scale": 3.0,
+    "residual_scale": 0.5,
+    "logit_scale": 2.0,
+}
 HALF_DIM = BASE["head_dim"] // 2
 FACTORS = [1.0 + index for index in range(HALF_DIM)]
+LAYER_NORMS: dict[str, Any] = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-5}
+LATENTS: dict[str, Any] = {**DEEPSEEK, "rms_norm_eps": 1e-5, "rope_theta": 20000.0, "bos_token_id": None}
+GGUF_LATENTS: dict[str, Any] = {
+    "attention.head_count_kv": 1,
+    "attention.q_lora_rank": 12,
+    "attention.kv_lora_rank": 16,
+    "attention.key_length": 24,
+    "attention.value_length": 16,
+    "attention.key_length_mla": 16,
+    "attention.value_length_mla": 8,
+    "rope.dimension_count": 8,
+    "leading_dense_block_count": 1,
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "expert_shared_count": 1,
+    "expert_feed_forward_length": 8,
+}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+GGUF_YARN: dict[str, Any] = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 16,
+}
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "baichuan": ({"architectures": ["BaiChuanForCausalLM"], "num_key_value_heads": 4, "head_dim": 4}, {}, "baichuan"),
+    "deepseek v3": (
+        {**LATENTS, "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, "num_nextn_predict_layers": 0},
+        {
+            **GGUF_LATENTS,
+            **GGUF_YARN,
+            "rope.scaling.yarn_log_multiplier": 0.0707,
+            "expert_gating_func": 2,
+            "expert_group_count": 2,
+            "expert_group_used_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+        },
+        "deepseek2",
+    ),
+    "deepseek v2, lite": (
+        {
+            **LATENTS,
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 16.0,
+        },
+        {**GGUF_LATENTS, "attention.q_lora_rank": None, "expert_weights_scale": 16.0},
+        "deepseek2",
+    ),
     "gemma": ({"architectures": ["GemmaForCausalLM"]}, {}, "gemma"),
     "gemma2": (
         {
@@ -67,16 +130,28 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"attention.sliding_window": 16, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
         "gemma3",
     ),
-    "granite": (
+    "gpt-oss": (
         {
-            "architectures": ["GraniteForCausalLM"],
-            "attention_multiplier": 0.25,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.5,
-            "logits_scaling": 2.0,
+            "architectures": ["GptOssForCausalLM"],
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "rope_scaling": {**YARN, "truncate": False},
         },
-        {"attention.scale": 0.25, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 2.0},
-        "granite",
+        {**GGUF_YARN, "attention.sliding_window": 16, **GGUF_EXPERTS, "expert_feed_forward_length": 24},
+        "gpt-oss",
+    ),
+    "gpt2": ({"architectures": ["GPT2LMHeadModel"], "n_inner": 24}, LAYER_NORMS, "gpt2"),
+    "gptneox": (
+        {"architectures": ["GPTNeoXForCausalLM"], "rotary_pct": 0.5, "num_key_value_heads": 4, "head_dim": 4},
+        {**LAYER_NORMS, "rope.dimension_count": 2, "use_parallel_residual": True},
+        "gptneox",
+    ),
+    "granite": ({"architectures": ["GraniteForCausalLM"], **GRANITE}, GGUF_GRANITE, "granite"),
+    "granitemoe": (
+        {"architectures": ["GraniteMoeForCausalLM"], **GRANITE, "num_local_experts": 3, "num_experts_per_tok": 2},
+        {**GGUF_GRANITE, "expert_count": 3, "expert_used_count": 2},
+        "granitemoe",
     ),
     "llama": ({"architectures": ["LlamaForCausalLM"]}, {}, "llama"),
     "llama with biases": ({"architectures": ["LlamaForCausalLM"], "attention_bias": True}, {}, "llama"),
@@ -107,11 +182,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "qwen2": ({"architectures": ["Qwen2ForCausalLM"]}, {}, "qwen2"),
     "qwen2 with yarn": (
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-        },
-        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16},
+        {"architectures": ["Qwen2ForCausalLM"], "rope_scaling": YARN},
+        GGUF_YARN,
         "qwen2",
     ),
     "qwen2moe": (
@@ -165,6 +237,9 @@ def test_names_values_and_configuration_of_each_family(family: str, is_tied: boo
     folder = tmp_path / "gguf"
     folder.mkdir()
     path = write_gguf(folder / "m.gguf", metadata_of(architecture, config, **fields), tensors)
+    known = {gguf.TENSOR_NAMES[each] for each in gguf.MODEL_TENSORS[kind]}
+    layer = re.compile(r"blk\.\d+")
+    assert {layer.sub("blk.{bid}", name.rpartition(".")[0]) for name in tensors} <= known | {"output"}
     assert comparable(read_model_config(path)) == comparable(read_model_config(tmp_path))
     with open_checkpoint(path) as reader:
         assert set(reader.tensors) == set(originals)
@@ -227,7 +302,7 @@ def test_another_tokenizer_takes_precedence(
 
 
 BAD = {
-    "architecture": ({"general.architecture": "mamba2"}, "'mamba2' is not supported; supported: gemma, gemma2"),
+    "architecture": ({"general.architecture": "mamba2"}, "'mamba2' is not supported; supported: baichuan, .*; if"),
     "missing": ({"llama.block_count": None}, "'llama.block_count': expected an integer, but it is missing"),
     "scaling": ({"llama.rope.scaling.type": "spiral"}, "'spiral' is not supported; supported: none, linear, yarn"),
     "layers": ({"llama.feed_forward_length": np.array([3, 4], np.uint32)}, "expected the same integer for all layers"),
@@ -310,6 +385,7 @@ def kinds(**names: str) -> dict[str, tuple[str, int, int, int]]:
     return {**{end: kind for end, kind in found.items() if end != "others"}, "": found["others"]}
 
 
+WIDE = {"hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 2, "head_dim": 64, "num_attention_heads": 8}
 MIXES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, tuple[str, int, int, int]]]] = {
     "llama Q4_K_M": (
         "llama",
@@ -335,14 +411,47 @@ MIXES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, tuple[str,
         {"expert_count": 3, "expert_used_count": 2},
         kinds(w1="Q4_K", w2="Q5_K", w3="Q6_K", others="Q4_0"),
     ),
+    "gpt-oss MXFP4": (
+        "gpt-oss",
+        FAMILIES["gpt-oss"][0],
+        {**FAMILIES["gpt-oss"][1], "expert_feed_forward_length": WIDE["intermediate_size"]},
+        kinds(ffn_gate_exps="MXFP4", ffn_up_exps="MXFP4", ffn_down_exps="MXFP4", others="Q8_0"),
+    ),
+    "deepseek2": (
+        "deepseek2",
+        {
+            **{**FAMILIES["deepseek v3"][0], **WIDE},
+            **{"moe_intermediate_size": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 32},
+        },
+        {
+            **FAMILIES["deepseek v3"][1],
+            **{"expert_feed_forward_length": 256, "attention.kv_lora_rank": 256, "attention.key_length_mla": 40},
+        },
+        kinds(attn_k_b="Q5_0", attn_v_b="Q4_K", gate_proj="Q3_K", others="Q4_K"),
+    ),
 }
-WIDE = {"hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 2, "head_dim": 64, "num_attention_heads": 8}
 CUTS: dict[str, dict[str, Any]] = {
     "one device": {},
     "tensor=2": {"tensor_parallel_size": 2},  # 384 inputs of down_proj: in the middle of a block of 256
     "two stages": {"pipeline_parallel_size": 2},
 }
+MODULE_NAMES = {
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.gate": "ffn_gate_inp",
+    **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
+    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+}
 IN_GATE = {
+    ("gpt-oss MXFP4", "tensor=2"),
     ("llama Q4_K_M", "tensor=2"),
     ("llama, tied, small blocks", "one device"),
     ("qwen2 IQ", "two stages"),
@@ -358,10 +467,9 @@ def test_tokens_are_those_of_the_decoded_weights(mix: str, cut: str, tmp_path: P
     architecture, changes, fields, types = MIXES[mix]
     config = {**BASE, **WIDE, **changes}
     write_checkpoint(tmp_path, config, seed=2)
-    name_of = expert_name if mix == "mixtral" else None
     originals = load_file(tmp_path / "model.safetensors")
-    options = {} if name_of is None else {"name_of": name_of}
-    tensors, values = to_gguf(architecture, config, originals, random_store(types, decoded), **options)
+    store = random_store(types, decoded)
+    tensors, values = to_gguf(architecture, config, originals, store, partial(module_name, architecture))
     save_file(values, tmp_path / "model.safetensors")
     folder = tmp_path / "gguf"
     folder.mkdir()
@@ -371,20 +479,13 @@ def test_tokens_are_those_of_the_decoded_weights(mix: str, cut: str, tmp_path: P
     assert generate(path, PROMPTS, **CUTS[cut]) == expected
 
 
-def expert_name(module: str) -> str:
-    """Return the name of a module of Mixtral in the file."""
-    from tests.gguf_models import llama_name
-
-    layer, _, rest = module.partition(".block_sparse_moe.")
-    if not rest:
-        return llama_name(module)
-    parts = {
-        "gate": "ffn_gate_inp",
-        "experts.w1": "ffn_gate_exps",
-        "experts.w2": "ffn_down_exps",
-        "experts.w3": "ffn_up_exps",
-    }
-    return f"blk.{layer.rpartition('.')[2]}.{parts[rest]}"
+def module_name(architecture: str, module: str) -> str:
+    """Return the name of a module in the file, also of a model with experts or latents."""
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", module)
+    if layer is None or layer[2] not in MODULE_NAMES:
+        name = llama_name(module)
+        return name.replace("ffn_norm", "post_attention_norm") if architecture == "gpt-oss" else name
+    return f"blk.{layer[1]}.{MODULE_NAMES[layer[2]]}"
 
 
 def test_q8_0_of_a_trained_model(stories_model: Path, tmp_path: Path) -> None:

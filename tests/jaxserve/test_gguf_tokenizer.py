@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxserve.api.errors import ConfigError
 from jaxserve.text.gguf_splits import SPLITTINGS
@@ -147,7 +148,7 @@ def test_flags_special_tokens_and_templates(tmp_path: Path) -> None:
 
 BAD = {
     "kind": (tiny(model="bert"), "'bert' is not supported; supported: llama, gpt2; pass --tokenizer"),
-    "pattern": (tiny(pre="secret"), "'tokenizer.ggml.pre': 'secret' is not supported, so that .* supported: codeshell"),
+    "pattern": (tiny(pre="secret"), "'tokenizer.ggml.pre': 'secret' is not supported, so that .* supported: a.x-4.0"),
     "default pattern": (tiny(pre="default"), "'default' is not supported"),
     "no pattern": ({k: v for k, v in tiny().items() if k != "tokenizer.ggml.pre"}, "pre': is missing, so that"),
     "no merges": ({k: v for k, v in tiny().items() if k != "tokenizer.ggml.merges"}, "merges': expected an array of"),
@@ -192,6 +193,12 @@ def test_every_pattern_compiles_and_keeps_the_text(pre: str, tmp_path: Path) -> 
     tokenizer = load_model_tokenizer(write_gguf(tmp_path / "m.gguf", metadata, {}))
     text = "It's 12345 TIMES  as Führer's\r\n\n\t日本語 ½ end "
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_kimi_keeps_chinese_characters_apart() -> None:
+    splitter = tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLITTINGS["kimi-k2"].patterns[0]), "isolated")
+    words = [word for word, _ in splitter.pre_tokenize_str("Hello世界don't 12345 a中b\n /")]
+    assert words == ["Hello", "世界", "don't", " ", "123", "45", " a", "中", "b", "\n", " /"]
 
 
 def llama3(folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import transformers
 
+from checkpoints.quantized.registry import REFUSED
 from jaxserve.api.errors import ConfigError, UnsupportedModelError
 from jaxserve.layers.decoder import RMSNormLayer
 from jaxserve.layers.parallel import Scope
@@ -506,6 +507,18 @@ def test_a_quantized_checkpoint_has_the_model_of_a_plain_one(folder: str, shared
 def test_other_quantization_sections(section: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         read(**section)
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_methods_that_are_refused_name_what_loads_and_the_export(method: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="not supported; supported: awq, .*; export the model as GPTQ, AWQ"):
+        read(quantization_config={"quant_method": method})
+
+
+@pytest.mark.parametrize("version", ["gemv", "gemv_fast", "llm-awq", "marlin"])
+def test_versions_of_awq_that_are_refused(version: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"'{version}' is not supported; supported: gemm .export it with"):
+        read(quantization_config={"quant_method": "awq", "bits": 4, "version": version})
 
 
 @pytest.mark.parametrize(

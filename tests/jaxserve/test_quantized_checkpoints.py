@@ -1,7 +1,9 @@
 """Models from quantized checkpoints equal those from float checkpoints of the same values, on every cut."""
 
+import dataclasses
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from checkpoints import CheckpointError, convert, open_checkpoint
+from checkpoints import CheckpointError, Index, convert, open_checkpoint
+from checkpoints.file_reader import FileReader
+from checkpoints.quantized.reader import QuantizedReader
 from checkpoints.tensor_info import whole_index
 from jaxserve import LLM, SamplingParams
 from jaxserve.api.errors import ConfigError
 from jaxserve.models.loading import check_weights, load_weights, read_model_config
 from tests.quantized_cases import CASES, Case
-from tests.quantized_files import quantize, write_mxfp4
+from tests.quantized_files import quantize, section, write_mxfp4
 from tests.random_checkpoint import LLAMA, write_checkpoint
 from tests.tiny_programs import make_program
 
@@ -47,6 +51,31 @@ GPT_OSS = {
     "num_experts_per_tok": 2,
     "sliding_window": 16,
     "layer_types": ["sliding_attention", "full_attention"],
+}
+GPT_OSS |= {"max_position_embeddings": 1024, "eos_token_id": [], "rope_theta": 150000.0}
+GPT_OSS["rope_scaling"] = {
+    **{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "truncate": False},
+    **{"beta_fast": 32.0, "beta_slow": 1.0},
+}
+OPENAI = {
+    **{name: GPT_OSS[name] for name in ("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size")},
+    **{name: GPT_OSS[name] for name in ("head_dim", "num_attention_heads", "num_key_value_heads", "sliding_window")},
+    **{"num_experts": 4, "experts_per_token": 2, "swiglu_limit": 7.0, "initial_context_length": 64},
+    **{"rope_theta": 150000, "rope_scaling_factor": 16.0, "rope_ntk_alpha": 1, "rope_ntk_beta": 32},
+}
+"""The same in OpenAI's own ``config.json``."""
+ORIGINAL_MODULES = {
+    "input_layernorm": "attn.norm.scale",
+    "post_attention_layernorm": "mlp.norm.scale",
+    "self_attn": "attn.{}",
+    "self_attn.q_proj": "attn.qkv.{}",
+    "self_attn.o_proj": "attn.out.{}",
+    "mlp.router": "mlp.gate.{}",
+}
+ORIGINAL_EXPERTS = {
+    f"{name}_proj_{kind}": f"mlp.{own}_{'' if kind == 'bias' else 'weight.'}{kind}"
+    for name, own in (("gate_up", "mlp1"), ("down", "mlp2"))
+    for kind in ("blocks", "scales", "bias")
 }
 MODELS = {"llama": DENSE, "qwen2, tied": QWEN, "phi-3": FUSED, "qwen3-moe": EXPERTS}
 COMMON = ("gptq act-order", "fp8 blocks, ragged", "nf4 double")
@@ -222,6 +251,122 @@ def test_damaged_checkpoints(change: Callable[[Tensors], object], message: str, 
         loaded(directory, 1)
 
 
+def without(*ends: str) -> Callable[[Tensors], object]:
+    """Take tensors of one module away."""
+    return lambda tensors: [tensors.pop(f"{MODULE}.{end}") for end in ends]
+
+
+def filled(end: str, value: float) -> Callable[[Tensors], object]:
+    """Fill a tensor of one module with a value."""
+
+    def fill(tensors: Tensors) -> None:
+        array = tensors[f"{MODULE}.{end}"]
+        tensors[f"{MODULE}.{end}"] = np.full_like(array, value)
+
+    return fill
+
+
+def cut(end: str) -> Callable[[Tensors], object]:
+    """Take the last row of a tensor of one module away."""
+
+    def change(tensors: Tensors) -> None:
+        tensors[f"{MODULE}.{end}"] = tensors[f"{MODULE}.{end}"][:-1]
+
+    return change
+
+
+ORDERED = Case(
+    CASES["compressed-tensors 4 bits"].write,
+    section(
+        "compressed-tensors",
+        config_groups={"group_0": {"weights": {"num_bits": 4, "group_size": 32, "actorder": "group"}}},
+    ),
+)
+DAMAGED: dict[str, tuple[Case, Callable[[Tensors], object], str]] = {
+    "order of GPTQ": (CASES["gptq act-order"], without("g_idx"), "g_idx' is missing, which .* GPTQ need"),
+    "order of compressed-tensors": (ORDERED, without(), "weight_g_idx' is missing, which .* compressed-tensors need"),
+    "group of AWQ": (
+        CASES["awq"],
+        cut("scales"),
+        r"scales' \(AWQ\) has shape \[5, 64\], expected \[6, 64\]: 96 inputs in",
+    ),
+    "zeros of AWQ": (CASES["awq"], without("qzeros"), "qzeros' is missing, which weights in the format AWQ need"),
+    "zeros of compressed-tensors": (
+        CASES["compressed-tensors 4 bits with zeros"],
+        without("weight_zero_point"),
+        "weight_zero_point' is missing, which weights in the format compressed-tensors need",
+    ),
+    "global scale": (
+        CASES["compressed-tensors nvfp4"],
+        without("weight_global_scale"),
+        "weight_global_scale' is missing, which weights in the format compressed-tensors need",
+    ),
+    "global scale of ModelOpt": (
+        CASES["modelopt nvfp4"],
+        without("weight_scale_2"),
+        "weight_scale_2' is missing, which weights in the format ModelOpt need",
+    ),
+    "global scale of 0": (CASES["compressed-tensors nvfp4"], filled("weight_global_scale", 0), "is 0.0, expected a"),
+    "nested scales": (
+        CASES["nf4 double"],
+        without("weight.nested_absmax"),
+        "weight.nested_absmax' is missing, which weights in the format bitsandbytes need",
+    ),
+    "table": (CASES["nf4"], filled("weight.quant_map", np.nan), r"quant_map' \(bitsandbytes\) has values that are not"),
+    "infinite scales": (CASES["awq"], filled("scales", np.inf), "down_proj.weight' has scales that are not finite"),
+    "infinite biases": (CASES["mlx 4 bits"], filled("biases", np.inf), "down_proj.weight' has scales that are not"),
+    "NaN exponents": (CASES["compressed-tensors mxfp4"], filled("weight_scale", 255), "scale' has scales that are not"),
+    "infinite numbers": (CASES["fp8 e5m2"], filled("weight", np.inf), r"weight' \(FP8\) contains NaN or infinity"),
+    "blocks": (
+        CASES["fp8 blocks, ragged"],
+        cut("weight_scale_inv"),
+        r"weight_scale_inv' \(FP8\) has shape \[3, 6\]: groups of 16 × 16 of \[64, 96\] need \[4, 6\]",
+    ),
+    "rows": (
+        CASES["mlx 4 bits"],
+        cut("scales"),
+        r"scales' \(MLX\) has shape \[63, 3\], expected \[64, 3\]: 96 columns in",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_what_is_missing_or_not_a_number(damage: str, tmp_path: Path) -> None:
+    case, change, message = DAMAGED[damage]
+    stored = {name: array for name, array in written_module(case).items()}
+    change(stored)
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": case.section}))
+    with pytest.raises(CheckpointError, match=message), open_checkpoint(tmp_path) as reader:
+        reader.read(f"{MODULE}.weight", whole_index(reader.tensors[f"{MODULE}.weight"].shape))
+
+
+def written_module(case: Case) -> Tensors:
+    """Return the tensors of one quantized module."""
+    stored, _ = quantize({f"{MODULE}.weight": np.zeros((64, 96), np.float32)}, case.write, is_linear)
+    return {"model.embed_tokens.weight": np.ones((4, 4), np.float32), **stored}
+
+
+def test_the_order_of_groups_is_read_once_and_checked_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, directory = write(tmp_path, DENSE, CASES["gptq act-order"])
+    names: list[str] = []
+    original = FileReader.read
+
+    def read(self: FileReader, name: str, index: Index) -> np.ndarray:
+        names.append(name)
+        return original(self, name, index)
+
+    monkeypatch.setattr(FileReader, "read", read)
+    with open_checkpoint(directory) as reader:
+        assert isinstance(reader, QuantizedReader) and not names
+        reader.check()
+        assert len(names) == 14 and all(name.endswith("g_idx") for name in names)
+        reader.read(f"{MODULE}.weight", whole_index((64, 96)))
+        assert not any(name.endswith("g_idx") for name in names[14:])
+
+
 def test_nan_in_float8(tmp_path: Path) -> None:
     def change(tensors: Tensors) -> None:
         tensors[f"{MODULE}.weight"][3, 4] = np.nan
@@ -252,10 +397,35 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     save_file(tensors, plain / "model.safetensors")
     save_file(stored, quantized / "model.safetensors")
     (quantized / "config.json").write_text(json.dumps({**model, "quantization_config": {"quant_method": "mxfp4"}}))
+    original = tmp_path / "original"
+    original.mkdir()
+    save_file(original_names(stored), original / "model.safetensors")
+    (original / "config.json").write_text(json.dumps(OPENAI))
+    assert read_model_config(original) == dataclasses.replace(
+        read_model_config(quantized), dtype="bfloat16", has_default_eos=False
+    )
     for tensor in (1, 2):
-        expected, found = loaded(plain, tensor), loaded(quantized, tensor)
-        for name, array in expected.items():
-            np.testing.assert_array_equal(found[name], array, err_msg=name)
+        expected = loaded(plain, tensor)
+        for directory in (quantized, original):
+            found = loaded(directory, tensor)
+            for name, array in expected.items():
+                np.testing.assert_array_equal(found[name], array.astype(found[name].dtype), err_msg=name)
+
+
+def original_names(tensors: Tensors) -> Tensors:
+    """Return a GPT-OSS checkpoint in OpenAI's names, with queries, keys and values in one matrix."""
+    outside = {"embed_tokens": "embedding.weight", "norm": "norm.scale", "lm_head": "unembedding.weight"}
+    found: Tensors = {}
+    for name, array in tensors.items():
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", name)
+        if layer is None:
+            found[outside[name.removeprefix("model.").removesuffix(".weight")]] = array
+        elif not re.search(r"\.[kv]_proj\.", name):
+            module, _, kind = layer[2].rpartition(".")
+            parts = [tensors[name.replace("q_proj", f"{each}_proj")] for each in "qkv"] if "q_proj" in name else [array]
+            end = ORIGINAL_MODULES[module].format(kind) if module in ORIGINAL_MODULES else ORIGINAL_EXPERTS[kind]
+            found[f"block.{layer[1]}.{end}"] = np.concatenate(parts)
+    return found
 
 
 def test_experts_that_mlx_stores_in_one_tensor(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from checkpoints import open_checkpoint
 from checkpoints.errors import CheckpointError
+from checkpoints.quantized.gguf_architectures import ARCHITECTURES
 from checkpoints.quantized.gguf_blocks import UNPACK
-from checkpoints.quantized.gguf_names import ARCHITECTURES
 from checkpoints.quantized.gguf_types import TYPES
 from checkpoints.quantized.planes import Planes
 from checkpoints.quantized.reader import QuantizedReader
@@ -174,8 +174,56 @@ def test_boxes_of_blocks_are_those_of_the_whole(kind: str, tmp_path_factory: pyt
         check()
 
 
+@pytest.mark.parametrize("experts", [None, 3])
+def test_factors_of_nvfp4(experts: int | None, tmp_path: Path) -> None:
+    """A tensor has one, or one for each expert; those of activations change nothing."""
+    leading = () if experts is None else (experts,)
+    blocks = random_blocks("NVFP4", 2 * (experts or 1), 36, np.random.default_rng(0))
+    weights = decoded("NVFP4", blocks).reshape(*leading, 2, 64)
+    factors = np.arange(1, 1 + (experts or 1), dtype=np.float32)
+    part = "ffn_gate" if experts is None else "ffn_gate_exps"
+    tensors = {
+        f"blk.0.{part}.weight": Blocks((*leading, 2, 64), NUMBERS["NVFP4"], blocks.tobytes()),
+        f"blk.0.{part}.scale": plain(3 * factors),
+        f"blk.0.{part}.input_scale": plain(factors),
+    }
+    fields = metadata("llama" if experts is None else "qwen3moe")
+    expected = {"model.layers.0.mlp.gate_proj.weight": 3 * weights}
+    if experts is not None:
+        names = [f"model.layers.0.mlp.experts.{index}.gate_proj.weight" for index in range(experts)]
+        expected = {name: weights[index] * 3 * factors[index] for index, name in enumerate(names)}
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", fields, tensors)) as reader:
+        assert set(reader.tensors) == set(expected)
+        for name, array in expected.items():
+            np.testing.assert_array_equal(reader.read(name, whole_index((2, 64))), array)
+    tensors[f"blk.0.{part}.scale"] = plain(np.ones(2, np.float32))
+    with pytest.raises(CheckpointError, match=rf"'blk.0.{part}.scale' is float32 \[2\], expected one float32 or one"):
+        open_checkpoint(write_gguf(tmp_path / "bad.gguf", fields, tensors))
+
+
+def test_latents_are_those_of_both_forms(tmp_path: Path) -> None:
+    """Files from before April 2025 have one matrix, others two; some have all three, of which the two are copies."""
+    keys, values = floats(4, 6, 3), floats(4, 5, 6, seed=1)
+    both = np.concatenate([keys.swapaxes(1, 2), values], axis=1).reshape(32, 6)
+    parts = {"blk.0.attn_k_b.weight": plain(keys), "blk.0.attn_v_b.weight": plain(values)}
+    whole = {"blk.0.attn_kv_b.weight": plain(both)}
+    for tensors in (parts, whole, {**parts, **whole}):
+        with open_checkpoint(write_gguf(tmp_path / "m.gguf", metadata("deepseek2"), tensors)) as reader:
+            (name,) = reader.tensors
+            assert name == "model.layers.0.self_attn.kv_b_proj.weight"
+            np.testing.assert_array_equal(reader.read(name, (slice(3, 20), slice(1, 6))), both[3:20, 1:6])
+    del parts["blk.0.attn_v_b.weight"]
+    with pytest.raises(CheckpointError, match="'model.layers.0.self_attn.v_b_proj.weight' is missing"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", metadata("deepseek2"), parts))
+
+
 BAD = {
-    "architecture": (metadata("mamba"), {}, "'mamba' is not supported; supported: gemma, gemma2"),
+    "rows of heads": (
+        {"general.architecture": "gptneox", "gptneox.attention.head_count": 5},
+        {"blk.0.attn_qkv.weight": plain(floats(12, 4))},
+        r"has shape \[12, 4\], expected rows of queries, keys and values of 5 heads",
+    ),
+    "architecture": (metadata("mamba"), {}, "'mamba' is not supported; supported: baichuan, .*; if the model's own"),
     "no architecture": ({"x": 1}, {}, "'general.architecture': expected a string, but it is missing"),
     "tensor": (
         metadata("llama"),

@@ -9,6 +9,7 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import UnsupportedModelError
 from jaxserve.device import memory
 from jaxserve.device.build import EnginePlan, plan_engine
+from jaxserve.lab.plan.plan import plan as plan_mesh
 from jaxserve.models.loading import read_model_config
 
 PARAMETERS = {
@@ -73,3 +74,13 @@ def test_models_with_latents_are_planned(folder: str, shared_data: Path) -> None
     parameters, layers = LARGE[folder]
     assert planned.needs.weights / 2 == pytest.approx(parameters / 8, rel=0.03)
     assert planned.needs.page == layers * 576 * 2 * planned.models[0].page_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["deepseek-r1", "kimi-k2"])
+def test_models_with_latents_are_planned_for_16_devices(folder: str, shared_data: Path) -> None:
+    """On two hosts, which the machine need not have."""
+    directory = str(shared_data / "configs" / folder)
+    planned = plan_mesh(directory, "tensor=16", device="h200", hosts=2, max_model_len=2048, dtype="bfloat16")
+    (stage,) = planned.stages
+    assert stage.weights / 2 == pytest.approx(LARGE[folder][0] / 16, rel=0.06)
