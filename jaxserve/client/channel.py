@@ -7,8 +7,8 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
+from jaxserve.api.errors import ConfigError
 from jaxserve.client.failures import errors_of_calls
-from jaxserve.errors import ConfigError
 
 Metadata = tuple[tuple[str, str], ...]
 

@@ -28,7 +28,6 @@ from jaxserve.client.results import (
     whole_chat,
     whole_output,
 )
-from jaxserve.outputs import RequestOutput
 from jaxserve.server.proto.jaxserve.v1 import (
     generation_pb2,
     generation_pb2_grpc,

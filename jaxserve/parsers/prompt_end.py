@@ -2,7 +2,7 @@
 
 import re
 
-from jaxserve.chat_messages import OTHER_ROLES, LastMessage
+from jaxserve.api.chat_messages import OTHER_ROLES, LastMessage
 from jaxserve.parsers.parser import reasoning_parser
 from jaxserve.parsers.reasoning_format import ReasoningFormat
 

@@ -5,8 +5,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.errors import RequestError
-from jaxserve.field_checks import json_copy
+from jaxserve.api.errors import RequestError
+from jaxserve.api.field_checks import json_copy
+from jaxserve.api.request import Request
 from jaxserve.parsers import (
     MessageDelta,
     MessageParser,
@@ -18,7 +19,6 @@ from jaxserve.parsers import (
     tool_choice_schema,
 )
 from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
-from jaxserve.request import Request
 from jaxserve.server.frontend import Frontend, ParserNames, sampling_params
 from jaxserve.server.settings import ServerConfig
 

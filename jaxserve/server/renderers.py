@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxserve.api.errors import RequestError, RequestFailedError, unforeseen
 from jaxserve.child_process import ProcessPool
-from jaxserve.errors import RequestError, RequestFailedError, unforeseen
 from jaxserve.server.output_collector import late
 from jaxserve.server.wire import EngineInfo
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxserve.chat_messages import LastMessage
+from jaxserve.api.chat_messages import LastMessage
 from jaxserve.parsers import last_turn, reasoning_parser, starts_in_reasoning
 from jaxserve.scheduling.sequence import Constraint
 from jaxserve.text.tokenizer import Tokenizer

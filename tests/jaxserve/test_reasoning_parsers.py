@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.chat_messages import last_message
-from jaxserve.errors import ConfigError
+from jaxserve.api.chat_messages import last_message
+from jaxserve.api.errors import ConfigError
 from jaxserve.parsers import MessageParser, ParsedMessage, reasoning_parser, starts_in_reasoning
 from jaxserve.parsers.source import MAX_HELD_LENGTH, Source
 
