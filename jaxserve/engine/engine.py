@@ -26,6 +26,7 @@ from jaxserve.engine.step_guard import StepGuard
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.router import choose_scheduler
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -289,7 +290,7 @@ class Engine:
             changed |= dict.fromkeys(self._add_prompt_logprobs(completion, result))
         if result.logprobs is not None:
             self._score(completion, result.logprobs)
-        started = self._note_first_tokens(completion, now) if 0.0 in completion.previous_s else []
+        started = self._note_first_tokens(completion.started, now) if completion.started else []
         pooled = self._add_vectors(completion, result, now) if completion.pooled else []
         self._metrics.stepped(completion, now, started, pooled)
         for sequence in completion.finished:
@@ -323,7 +324,7 @@ class Engine:
 
     def _score(self, completion: Completion, scores: TokenLogprobs) -> None:
         """Add the logprobs of new tokens to their samples."""
-        for first, sequence in zip(completion.first_samples, completion.rows, strict=True):
+        for first, sequence in zip(completion.plan.first_samples, completion.rows, strict=True):
             request = self._requests.get(sequence.request.request_id)
             if request is None:
                 continue
@@ -335,14 +336,12 @@ class Engine:
             except BaseException as error:
                 self._fail_alone(request, own_failure(error))
 
-    def _note_first_tokens(self, completion: Completion, now: float) -> list[RequestState]:
+    def _note_first_tokens(self, sequences: list[Sequence], now: float) -> list[RequestState]:
         """Set the time of first tokens; return the requests that got theirs."""
-        started: list[RequestState] = []
-        for sequence, previous_s in zip(completion.sampled, completion.previous_s, strict=True):
-            request = None if previous_s else self._requests.get(sequence.request.request_id)
-            if request is not None and request.first_token_s is None:
-                request.first_token_s = now
-                started.append(request)
+        requests = dict.fromkeys(self._requests.get(sequence.request.request_id) for sequence in sequences)
+        started = [request for request in requests if request is not None and request.first_token_s is None]
+        for request in started:
+            request.first_token_s = now
         return started
 
     def _add_vectors(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:

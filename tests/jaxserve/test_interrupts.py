@@ -97,7 +97,7 @@ def assert_idle(llm: LLM) -> None:
     for scheduler in (scheduler for replica in llm.engine.replicas for scheduler in replica.schedulers):
         assert not scheduler.waiting and not scheduler.running
         assert scheduler.allocator.num_free == scheduler.allocator.num_pages
-        assert len(scheduler._queues._free_slots) == SETTINGS["max_num_seqs"]
+        assert len(scheduler._queues.free_slots) == SETTINGS["max_num_seqs"]
 
 
 def beams(llm: LLM) -> None:
