@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxserve.api.metric_types import Counter, Distribution, Gauge, Metric
+from jaxserve.api.outputs import FinishReason
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState
 from jaxserve.scheduling.plan_draft import Completion
@@ -100,7 +101,9 @@ class EngineMetrics:
     def finished(self, request: RequestState) -> None:
         """Count a finished request."""
         sequences = [sample.sequence for sample in request.samples]
-        reasons = ["error" if request.error is not None else each.finish_reason or "abort" for each in sequences]
+        reasons: list[FinishReason] = [
+            "error" if request.error is not None else sequence.finish_reason or "abort" for sequence in sequences
+        ]
         for reason in reasons:
             self._finished[reason] += 1
         first_s = request.first_token_s

@@ -44,9 +44,9 @@ def attention_factor(config: RopeConfig) -> float:
     return 1.0
 
 
-def has_length_regimes(config: RopeConfig) -> bool:
-    """Whether the frequencies depend on the final length of a context."""
-    return config.kind in ("dynamic", "longrope")
+def has_length_regimes(config: RopeConfig | None) -> bool:
+    """Whether a model has RoPE whose frequencies depend on the final length of a context."""
+    return config is not None and config.kind in ("dynamic", "longrope")
 
 
 def length_regime(config: RopeConfig, length: int) -> int:
