@@ -203,6 +203,10 @@ def check_against(params: SamplingParams, *, vocab_size: int, max_logprobs: int)
     Raises:
       RequestError: Too many logprobs, or a token id outside the vocabulary.
     """
+    counts = (params.logprobs, params.prompt_logprobs)
+    named = (params.logit_bias, params.allowed_token_ids, params.logprob_token_ids, params.stop_token_ids)
+    if not any(named) and counts == (None, None):
+        return
     limit = vocab_size if max_logprobs == -1 else max_logprobs
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if name == "logprobs" and params.logprob_token_ids is not None:
