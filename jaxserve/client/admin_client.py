@@ -2,37 +2,22 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import grpc
 
-from jaxserve.client.channel import call_metadata, open_channel
-from jaxserve.client.failures import errors_of_calls
+from jaxserve.client.channel import BlockingConnection
 from jaxserve.server.proto.jaxserve.v1 import admin_pb2, admin_pb2_grpc
 
 
-class AdminClient:
-    """Controls a server; raises the same errors as ``Client``.
+class AdminClient(BlockingConnection):
+    """Controls a server through its admin listener; arguments and errors are those of ``Client``.
 
-    Args:
-        target: ``host:port`` of the server's admin listener.
-        api_key: A key with the scope ``admin``.
-        credentials: TLS credentials, such as ``grpc.ssl_channel_credentials(…)``; None for plain text.
-        timeout_s: Seconds after which a call times out; None for no limit.
+    A server with API keys needs one of scope ``admin``.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        api_key: str | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        timeout_s: float | None = None,
-    ):
-        self._how: dict[str, Any] = {"metadata": call_metadata(api_key), "timeout": timeout_s}
-        self._channel = open_channel(target, credentials)
-        self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
+    def _open(self, channel: grpc.Channel) -> None:
+        self._admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
 
     def load(self) -> admin_pb2.GetLoadResponse:
         """Return the server's load."""
@@ -80,20 +65,3 @@ class AdminClient:
             yield directory
         finally:
             self.stop_profile()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._channel.close()
-
-    def __enter__(self) -> "AdminClient":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        del kind, error, traceback
-        self.close()
-
-    def _call(self, method: Any, request: Any) -> Any:
-        with errors_of_calls():
-            return method(request, **self._how)

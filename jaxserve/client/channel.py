@@ -1,9 +1,14 @@
 """Opens the gRPC connections of clients."""
 
+import abc
+from types import TracebackType
+from typing import Any, Self
+
 import grpc
 import grpc.aio
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.client.failures import errors_of_calls
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -42,3 +47,47 @@ def call_metadata(api_key: str | None) -> Metadata:
     if not (key.isascii() and key.isprintable()):
         raise ConfigError("api_key must be one line of printable ASCII characters")
     return (("authorization", f"Bearer {key}"),)
+
+
+class BlockingConnection(abc.ABC):
+    """A connection for programs with threads, and a context manager that closes it.
+
+    Args:
+        target: ``host:port`` of the server's listener.
+        api_key: The caller's key.
+        credentials: TLS credentials, such as ``grpc.ssl_channel_credentials(…)``; None for plain text.
+        timeout_s: Seconds after which a call times out; None for no limit.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        api_key: str | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        timeout_s: float | None = None,
+    ):
+        self._how: dict[str, Any] = {"metadata": call_metadata(api_key), "timeout": timeout_s}
+        self._channel = open_channel(target, credentials)
+        self._open(self._channel)
+
+    @abc.abstractmethod
+    def _open(self, channel: grpc.Channel) -> None:
+        """Make the stubs of the services that are called."""
+
+    def close(self) -> None:
+        """Close the connection and abort its calls."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        del kind, error, traceback
+        self.close()
+
+    def _call(self, method: Any, request: Any) -> Any:
+        with errors_of_calls():
+            return method(request, **self._how)

@@ -1,14 +1,12 @@
 """The blocking client, for programs with threads."""
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from jaxserve.api.outputs import RequestOutput
-from jaxserve.client.channel import call_metadata, open_channel
+from jaxserve.client.channel import BlockingConnection
 from jaxserve.client.failures import errors_of_calls
 from jaxserve.client.requests import (
     ConversationOptions,
@@ -42,7 +40,7 @@ from jaxserve.server.proto.jaxserve.v1 import (
 GENERATION = "jaxserve.v1.GenerationService"
 
 
-class Client:
+class Client(BlockingConnection):
     """Calls a server. Thread-safe.
 
     All methods raise the exceptions of ``jaxserve.client.failures.error_of``: ``RequestError``, ``OverloadedError``,
@@ -55,20 +53,11 @@ class Client:
         timeout_s: Seconds after which a call times out; None for no limit.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        api_key: str | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        timeout_s: float | None = None,
-    ):
-        self._how: dict[str, Any] = {"metadata": call_metadata(api_key), "timeout": timeout_s}
-        self._channel = open_channel(target, credentials)
-        self._generation: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
-        self._tokenization: Any = tokenization_pb2_grpc.TokenizationServiceStub(self._channel)
-        self._models: Any = model_pb2_grpc.ModelServiceStub(self._channel)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+    def _open(self, channel: grpc.Channel) -> None:
+        self._generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        self._tokenization: Any = tokenization_pb2_grpc.TokenizationServiceStub(channel)
+        self._models: Any = model_pb2_grpc.ModelServiceStub(channel)
+        self._health: Any = health_pb2_grpc.HealthStub(channel)
 
     def generate(
         self, prompt: Prompt, sampling_params: Sampling = None, **options: Unpack[RequestOptions]
@@ -156,23 +145,6 @@ class Client:
         """Return whether the server can generate; for the service ``""``, whether its process is alive."""
         found = self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         return found.status == health_pb2.HealthCheckResponse.SERVING
-
-    def close(self) -> None:
-        """Close the connection and abort its calls."""
-        self._channel.close()
-
-    def __enter__(self) -> "Client":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        del kind, error, traceback
-        self.close()
-
-    def _call(self, method: Any, request: Any) -> Any:
-        with errors_of_calls():
-            return method(request, **self._how)
 
     def _parts(
         self, request: generation_pb2.GenerateRequest, interval: int | None

@@ -6,6 +6,7 @@ The front end renders conversations itself, so that the engine process is given 
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import signal
@@ -64,7 +65,7 @@ class EngineClient:
         config.check_engine(engine_arguments)
         self._arguments = dict(engine_arguments)
         self._config = config
-        self._next_number = 1
+        self._numbers = itertools.count(1)
         self._collectors: dict[int, OutputCollector] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._renderers: Renderers | None = None
@@ -289,8 +290,7 @@ class EngineClient:
             raise UnavailableError("the engine is starting")
         if self._ended.is_set():
             raise self._dead()
-        self._next_number += 1
-        return self._next_number - 1
+        return next(self._numbers)
 
     def _send(self, message: ToEngine) -> None:
         try:

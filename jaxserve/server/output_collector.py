@@ -9,23 +9,24 @@ from jaxserve.api.outputs import RequestOutput
 _GRACE_S = 0.5  # after a request's deadline, which the engine process should notice first
 
 
+@dataclasses.dataclass(eq=False)
 class OutputCollector:
     """Holds the output of one request until it is read; later ones are added to it.
 
-    Args:
-        timeout_s: Seconds until the request's deadline; None for none.
-
     Attributes:
+        timeout_s: Seconds until the request's deadline; None for none.
         has_ended: Whether the engine process sends nothing more about the request.
     """
 
-    def __init__(self, timeout_s: float | None = None):
-        self.has_ended = False
-        self._timeout_s = timeout_s
-        self._limit_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s + _GRACE_S
-        self._changed = asyncio.Event()
-        self._unread: RequestOutput | None = None
-        self._error: Exception | None = None
+    timeout_s: float | None = None
+    has_ended: bool = False
+    _changed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    _unread: RequestOutput | None = None
+    _error: Exception | None = None
+
+    def __post_init__(self):
+        now_s, timeout_s = asyncio.get_running_loop().time(), self.timeout_s
+        self._limit_s = None if timeout_s is None else now_s + timeout_s + _GRACE_S
 
     def put(self, content: RequestOutput | JaxserveError) -> None:
         """Take the next output, or the error that ends the request."""
@@ -57,7 +58,7 @@ class OutputCollector:
                 async with asyncio.timeout_at(self._limit_s):
                     await self._changed.wait()
             except TimeoutError:
-                raise late(self._timeout_s) from None
+                raise late(self.timeout_s) from None
         output, self._unread = self._unread, None
         return output
 

@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 import socket
 import threading
@@ -31,27 +32,25 @@ _TOKEN_BYTES = 4
 _LOGPROB_BYTES = 32
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class SocketSink:
     """Sends the outputs of one request to the front end through the outbox.
 
-    Args:
-        outbox: Sends the outputs.
+    Attributes:
+        readers: The outbox.
         number: The request's number in messages.
         request_id: The request's name.
         on_end: Called with the sink once it takes nothing more; on any thread.
-
-    Attributes:
-        readers: The outbox.
         is_silent: Set once the client has disconnected, or its outputs cannot be sent.
+        has_prompt: Whether an output with the prompt has been added.
     """
 
-    def __init__(self, outbox: "Outbox", number: int, request_id: str, on_end: Callable[["SocketSink"], None]):
-        self.readers = outbox
-        self.number = number
-        self.request_id = request_id
-        self.is_silent = False
-        self._on_end = on_end
-        self._has_prompt = False
+    readers: "Outbox"
+    number: int
+    request_id: str
+    on_end: Callable[["SocketSink"], None]
+    is_silent: bool = False
+    has_prompt: bool = False
 
     @property
     def has_room(self) -> bool:
@@ -62,17 +61,17 @@ class SocketSink:
         """Add an output or an error to the outbox; only the first output has the prompt. On any thread."""
         if isinstance(content, BaseException):
             content = sendable_error(own_error(content, f"request {self.request_id}"))
-        elif self._has_prompt:
+        elif self.has_prompt:
             content.prompt, content.prompt_token_ids = None, []
-        self._has_prompt = True
+        self.has_prompt = True
         self.readers.add(self, content)
         if isinstance(content, JaxserveError) or content.finished:
-            self._on_end(self)
+            self.on_end(self)
 
     def silence(self) -> None:
         """Send nothing more. On any thread."""
         self.is_silent = True
-        self._on_end(self)
+        self.on_end(self)
 
 
 def own_error(error: BaseException, what: str) -> JaxserveError:

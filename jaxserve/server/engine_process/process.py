@@ -113,16 +113,15 @@ class Inbox:
 
     def _run(self) -> None:
         for message in self._messages():
-            name = type(message).__name__
             if self._serving is not None:
                 try:
                     self._serving.handle(message)
                 except Exception:  # one message must not end the engine of the others
-                    logger.exception("dropped a message of type %s", name)
+                    logger.exception("dropped a message of type %s", type(message).__name__)
             elif isinstance(message, Stop):
                 break
             else:
-                logger.error("dropped a message of type %s that came before the engine was ready", name)
+                logger.error("dropped a %s that came before the engine was ready", type(message).__name__)
         if self._serving is None:
             os._exit(0)
         self._serving.stop(0.0)

@@ -4,7 +4,6 @@ import concurrent.futures
 import logging
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from sharding import LAYOUTS
 
 logger = logging.getLogger(__name__)
 
+_MAX_MOVES = 4  # all but one are refused
 Future = concurrent.futures.Future[Any]
 
 
@@ -42,6 +42,7 @@ class Queries:
         self._loop = loop
         self._chat_template = chat_template
         self._move = reshard
+        self._moves = concurrent.futures.ThreadPoolExecutor(_MAX_MOVES, "jaxserve-reshard")
         self._recording: ProfileRecording | None = None
         self._methods: dict[str, Callable[..., Future]] = {
             "abort": loop.abort,
@@ -99,21 +100,17 @@ class Queries:
         return self._loop.call(self._started.engine.reset_prefix_cache)
 
     def _reshard(self, mesh: str | None, layout: str | None) -> Future:
-        """Move the engine, on a thread of its own because compiling takes long."""
+        """Move the engine, on another thread because compiling takes long."""
         if layout is not None and layout not in LAYOUTS:  # no file of the server is run for a client
             raise RequestError(f"expected one of {', '.join(LAYOUTS)}", parameter="layout", value=layout)
-        moved: Future = concurrent.futures.Future()
 
-        def move() -> None:
+        def move() -> Any:
             try:
-                moved.set_result(self._move(mesh, layout))
+                return self._move(mesh, layout)
             except ValueError as error:  # a mesh or layout that cannot be
-                moved.set_exception(RequestError(str(error)))
-            except BaseException as error:  # the query must get an answer
-                moved.set_exception(error)
+                raise RequestError(str(error)) from error
 
-        threading.Thread(target=move, name="jaxserve-reshard", daemon=True).start()
-        return moved
+        return self._moves.submit(move)
 
     def _start_profile(self, directory: str) -> Future:
         if self._recording is not None:

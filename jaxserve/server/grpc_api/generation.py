@@ -25,11 +25,7 @@ REQUEST_ID_KEY = "x-request-id"
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """Generates. A call that is cancelled, or ends in any other way, aborts its request.
-
-    Args:
-        frontend: The front end.
-    """
+    """Generates. A call that is cancelled, or ends in any other way, aborts its request."""
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend

@@ -22,11 +22,7 @@ from jaxserve.server.proto.jaxserve.v1 import (
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """The models of a server.
-
-    Args:
-        frontend: The front end.
-    """
+    """The models of a server."""
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
@@ -49,11 +45,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
 
 class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
-    """The model's tokenizer and chat template.
-
-    Args:
-        frontend: The front end.
-    """
+    """The model's tokenizer and chat template."""
 
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
