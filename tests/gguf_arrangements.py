@@ -1,4 +1,4 @@
-"""Takes tensors of Hugging Face's checkpoints apart as GGUF files have them, and puts them together, in plain NumPy."""
+"""Takes tensors of Hugging Face's checkpoints apart as GGUF files have them, and assembles them again, in NumPy."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """GGUF, llama.cpp's files: blocks of 32 to 256 weights of a row with scales of their own (``gguf_blocks``).
 
 A file is opened in four steps: its tensors of bytes (``gguf_file``), with Hugging Face's names and order of rows
-(``gguf_names``), decoded, and put together where Hugging Face has other pieces (``gguf_architectures``).
+(``gguf_names``), decoded, and assembled where Hugging Face has other pieces (``gguf_architectures``).
 """
 
 import re

@@ -1,6 +1,6 @@
 """The architectures of GGUF files that are read: their tensors' names and arrangement, and Hugging Face's.
 
-A row of ``ARCHITECTURES`` maps names; where a file also has matrices in other pieces, a function puts them together.
+A row of ``ARCHITECTURES`` maps names; where a file also has matrices in other pieces, a function assembles them.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ class Architecture(NamedTuple):
         norm_offset: What stored norms have added.
         layers: What the names of layers begin with in Hugging Face's checkpoints.
         outside: Modules outside of layers, like ``layer``.
-        arrange: Puts tensors together that Hugging Face's checkpoints have in other pieces; None: they have not.
+        arrange: Assembles tensors that Hugging Face's checkpoints have in other pieces; None: they have not.
     """
 
     hf_class: str
@@ -153,8 +153,8 @@ def _baichuan(reader: CheckpointReader, _: Metadata) -> dict[str, View]:
 
 
 def _deepseek(reader: CheckpointReader, _: Metadata) -> dict[str, View]:
-    """Put the matrices from latents to keys and to values together, head by head, as files from before April 2025 have
-    them. Those of keys are stored transposed, as the absorbed form of the attention multiplies them."""
+    """Assemble the matrix from latents to keys and values, head by head; files from before April 2025 have it whole.
+    The part of keys is stored transposed, as the absorbed form of the attention multiplies it."""
     views = {
         f"{gate}.e_score_correction_bias": stored(reader, f"{gate}.e_score_correction.bias")
         for gate in _ending(reader, ".e_score_correction.bias")

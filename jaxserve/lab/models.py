@@ -18,9 +18,9 @@ _OTHER_CLASSES: Mapping[str, str] = {
 
 
 def gguf_names() -> dict[str, str]:
-    """Return the architecture of GGUF files for each name of ``architectures`` in config.json, in their order."""
+    """Return the architecture of GGUF files for each name of ``architectures`` in config.json; "-" if there is none."""
     known = {each.hf_class: name for name, each in ARCHITECTURES.items()} | dict(_OTHER_CLASSES)
-    return {name: known[name] for name in supported_architectures()}
+    return {name: known.get(name, "-") for name in supported_architectures()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

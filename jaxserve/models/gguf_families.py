@@ -33,7 +33,10 @@ def _baichuan(gguf: GgufFields, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek(gguf: GgufFields, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of DeepSeek V2 or V3; V3 and Kimi-K2 choose experts with a sigmoid."""
+    """Return the fields of DeepSeek V2 or V3; V3 and Kimi-K2 choose experts with a sigmoid.
+
+    Files from before October 2025 do not tell the groups of experts: all experts compete then, as in llama.cpp.
+    """
     is_third = gguf.integer("expert_gating_func", 1) == _SIGMOID
     groups, rotated = gguf.integer("expert_group_count", 1), gguf.integer("rope.dimension_count")
     key_dim, value_dim = (

@@ -1,4 +1,4 @@
-"""Views of tensors in another arrangement: every box is that of the whole, put together in plain NumPy."""
+"""Views of tensors in another arrangement: every box is that of the whole, assembled in plain NumPy."""
 
 from collections.abc import Callable, Mapping
 
