@@ -10,72 +10,72 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     __version__: str
 
+    from jaxserve.api.config import EngineConfig as EngineConfig
+    from jaxserve.api.errors import ConfigError as ConfigError
+    from jaxserve.api.errors import EngineDeadError as EngineDeadError
+    from jaxserve.api.errors import JaxserveError as JaxserveError
+    from jaxserve.api.errors import MemoryPlanError as MemoryPlanError
+    from jaxserve.api.errors import RequestError as RequestError
+    from jaxserve.api.errors import UnsupportedModelError as UnsupportedModelError
+    from jaxserve.api.logprobs import FlatLogprobs as FlatLogprobs
+    from jaxserve.api.logprobs import Logprob as Logprob
+    from jaxserve.api.outputs import BeamSearchOutput as BeamSearchOutput
+    from jaxserve.api.outputs import BeamSearchSequence as BeamSearchSequence
+    from jaxserve.api.outputs import CompletionOutput as CompletionOutput
+    from jaxserve.api.outputs import EmbeddingOutput as EmbeddingOutput
+    from jaxserve.api.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from jaxserve.api.outputs import PoolingOutput as PoolingOutput
+    from jaxserve.api.outputs import PoolingRequestOutput as PoolingRequestOutput
+    from jaxserve.api.outputs import RequestOutput as RequestOutput
+    from jaxserve.api.pooling_params import PoolingParams as PoolingParams
+    from jaxserve.api.sampling_params import BeamSearchParams as BeamSearchParams
+    from jaxserve.api.sampling_params import RequestOutputKind as RequestOutputKind
+    from jaxserve.api.sampling_params import SamplingParams as SamplingParams
+    from jaxserve.api.structured_params import RepetitionDetectionParams as RepetitionDetectionParams
+    from jaxserve.api.structured_params import StructuredOutputsParams as StructuredOutputsParams
     from jaxserve.async_llm import AsyncLLM as AsyncLLM
-    from jaxserve.config import EngineConfig as EngineConfig
-    from jaxserve.errors import ConfigError as ConfigError
-    from jaxserve.errors import EngineDeadError as EngineDeadError
-    from jaxserve.errors import JaxserveError as JaxserveError
-    from jaxserve.errors import MemoryPlanError as MemoryPlanError
-    from jaxserve.errors import RequestError as RequestError
-    from jaxserve.errors import UnsupportedModelError as UnsupportedModelError
     from jaxserve.lab.calibration import calibrate as calibrate
-    from jaxserve.lab.compare import compare as compare
-    from jaxserve.lab.compare_result import Comparison as Comparison
-    from jaxserve.lab.plan import plan as plan
-    from jaxserve.lab.show import Drawing as Drawing
-    from jaxserve.lab.show import show as show
+    from jaxserve.lab.compare.compare import compare as compare
+    from jaxserve.lab.compare.result import Comparison as Comparison
+    from jaxserve.lab.plan.plan import plan as plan
+    from jaxserve.lab.show.show import Drawing as Drawing
+    from jaxserve.lab.show.show import show as show
     from jaxserve.llm import LLM as LLM
-    from jaxserve.logprobs import FlatLogprobs as FlatLogprobs
-    from jaxserve.logprobs import Logprob as Logprob
     from jaxserve.models.loading import load_model as load_model
-    from jaxserve.outputs import BeamSearchOutput as BeamSearchOutput
-    from jaxserve.outputs import BeamSearchSequence as BeamSearchSequence
-    from jaxserve.outputs import CompletionOutput as CompletionOutput
-    from jaxserve.outputs import EmbeddingOutput as EmbeddingOutput
-    from jaxserve.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
-    from jaxserve.outputs import PoolingOutput as PoolingOutput
-    from jaxserve.outputs import PoolingRequestOutput as PoolingRequestOutput
-    from jaxserve.outputs import RequestOutput as RequestOutput
-    from jaxserve.pooling_params import PoolingParams as PoolingParams
-    from jaxserve.sampling_params import BeamSearchParams as BeamSearchParams
-    from jaxserve.sampling_params import RequestOutputKind as RequestOutputKind
-    from jaxserve.sampling_params import SamplingParams as SamplingParams
-    from jaxserve.structured_params import RepetitionDetectionParams as RepetitionDetectionParams
-    from jaxserve.structured_params import StructuredOutputsParams as StructuredOutputsParams
 
 _EXPORTS = {
     "AsyncLLM": "jaxserve.async_llm",
-    "EngineConfig": "jaxserve.config",
-    "ConfigError": "jaxserve.errors",
-    "EngineDeadError": "jaxserve.errors",
-    "JaxserveError": "jaxserve.errors",
-    "MemoryPlanError": "jaxserve.errors",
-    "RequestError": "jaxserve.errors",
-    "UnsupportedModelError": "jaxserve.errors",
+    "EngineConfig": "jaxserve.api.config",
+    "ConfigError": "jaxserve.api.errors",
+    "EngineDeadError": "jaxserve.api.errors",
+    "JaxserveError": "jaxserve.api.errors",
+    "MemoryPlanError": "jaxserve.api.errors",
+    "RequestError": "jaxserve.api.errors",
+    "UnsupportedModelError": "jaxserve.api.errors",
     "LLM": "jaxserve.llm",
     "calibrate": "jaxserve.lab.calibration",
-    "compare": "jaxserve.lab.compare",
-    "Comparison": "jaxserve.lab.compare_result",
-    "plan": "jaxserve.lab.plan",
-    "Drawing": "jaxserve.lab.show",
-    "show": "jaxserve.lab.show",
-    "FlatLogprobs": "jaxserve.logprobs",
-    "Logprob": "jaxserve.logprobs",
+    "compare": "jaxserve.lab.compare.compare",
+    "Comparison": "jaxserve.lab.compare.result",
+    "plan": "jaxserve.lab.plan.plan",
+    "Drawing": "jaxserve.lab.show.show",
+    "show": "jaxserve.lab.show.show",
+    "FlatLogprobs": "jaxserve.api.logprobs",
+    "Logprob": "jaxserve.api.logprobs",
     "load_model": "jaxserve.models.loading",
-    "BeamSearchOutput": "jaxserve.outputs",
-    "BeamSearchSequence": "jaxserve.outputs",
-    "CompletionOutput": "jaxserve.outputs",
-    "EmbeddingOutput": "jaxserve.outputs",
-    "EmbeddingRequestOutput": "jaxserve.outputs",
-    "PoolingOutput": "jaxserve.outputs",
-    "PoolingRequestOutput": "jaxserve.outputs",
-    "RequestOutput": "jaxserve.outputs",
-    "PoolingParams": "jaxserve.pooling_params",
-    "BeamSearchParams": "jaxserve.sampling_params",
-    "RequestOutputKind": "jaxserve.sampling_params",
-    "SamplingParams": "jaxserve.sampling_params",
-    "RepetitionDetectionParams": "jaxserve.structured_params",
-    "StructuredOutputsParams": "jaxserve.structured_params",
+    "BeamSearchOutput": "jaxserve.api.outputs",
+    "BeamSearchSequence": "jaxserve.api.outputs",
+    "CompletionOutput": "jaxserve.api.outputs",
+    "EmbeddingOutput": "jaxserve.api.outputs",
+    "EmbeddingRequestOutput": "jaxserve.api.outputs",
+    "PoolingOutput": "jaxserve.api.outputs",
+    "PoolingRequestOutput": "jaxserve.api.outputs",
+    "RequestOutput": "jaxserve.api.outputs",
+    "PoolingParams": "jaxserve.api.pooling_params",
+    "BeamSearchParams": "jaxserve.api.sampling_params",
+    "RequestOutputKind": "jaxserve.api.sampling_params",
+    "SamplingParams": "jaxserve.api.sampling_params",
+    "RepetitionDetectionParams": "jaxserve.api.structured_params",
+    "StructuredOutputsParams": "jaxserve.api.structured_params",
 }
 
 __all__ = [

@@ -12,20 +12,20 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
-from jaxserve.config import SERVING_DEFAULTS, EngineConfig
+from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
+from jaxserve.api.errors import RequestError
+from jaxserve.api.metric_types import Metric
+from jaxserve.api.outputs import PoolingRequestOutput, RequestOutput
+from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.request import Request, parse_prompt
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.memory import MemoryLedger
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState
-from jaxserve.engine.resharding import Resharder, ReshardReport
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.stream import Stream, deadline_after
-from jaxserve.errors import RequestError
-from jaxserve.metric_types import Metric
-from jaxserve.outputs import PoolingRequestOutput, RequestOutput
-from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import Request, parse_prompt
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.reshard.resharding import Resharder, ReshardReport
 from jaxserve.text.chat import split_conversations
 from jaxserve.text.chat_prompt import chat_prompt, read_template
 from sharding import ShardingLayout

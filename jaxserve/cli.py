@@ -11,6 +11,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.api.errors import ConfigError, JaxserveError
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.text_files import decode_text, json_line, read_bytes, read_text, split_lines
 from jaxserve.cli_arguments import (
     FlagParser,
     add_engine_arguments,
@@ -18,12 +22,8 @@ from jaxserve.cli_arguments import (
     engine_arguments,
     sampling_arguments,
 )
-from jaxserve.errors import ConfigError, JaxserveError
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.server import command
 from jaxserve.standard_streams import STATUS_FAILED, standard_streams
-from jaxserve.text_files import decode_text, json_line, read_bytes, read_text, split_lines
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
@@ -82,7 +82,8 @@ def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_benches(benches: Any) -> None:
-    from jaxserve.bench import latency, serve, startup, throughput
+    from jaxserve.bench import latency, startup, throughput
+    from jaxserve.bench.serve import serve
 
     for module in (latency, throughput, startup, serve):
         bench = benches.add_parser(module.NAME, help=module.HELP, description=module.HELP, allow_abbrev=False)
@@ -95,7 +96,7 @@ def _add_benches(benches: Any) -> None:
 
 
 def _add_laboratory(parser: argparse.ArgumentParser, name: str) -> None:
-    module = importlib.import_module(f"jaxserve.lab.{'plan_command' if name == 'plan' else name}")
+    module = importlib.import_module(f"jaxserve.lab.{name}.{'command' if name == 'plan' else name}")
     module.add_arguments(parser)
     parser.set_defaults(run=module.run, quiet=True)
 

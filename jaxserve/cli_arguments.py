@@ -15,10 +15,10 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxserve.config import EngineConfig
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.vllm_arguments import OTHER_NAMES, Argument
-from jaxserve.vllm_engine_arguments import NO_EFFECT, REFUSED
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.vllm_arguments import OTHER_NAMES, Argument
+from jaxserve.api.vllm_engine_arguments import NO_EFFECT, REFUSED
 
 _LENGTH_FIELDS = ("max_model_len",)
 _COUNT_FIELDS = ("stage_layers",)

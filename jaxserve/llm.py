@@ -8,22 +8,22 @@ import numpy as np
 from jaxtyping import Int
 from tqdm import tqdm
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.errors import ConfigError, RequestError
+from jaxserve.api.metric_types import Metric
+from jaxserve.api.outputs import BeamSearchOutput, EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
+from jaxserve.api.pooling_params import PoolingParams, check_pooling_task
+from jaxserve.api.request import parse_prompts
+from jaxserve.api.sampling_params import BeamSearchParams, SamplingParams
 from jaxserve.device.build import EnginePlan
 from jaxserve.device.memory import MemoryLedger
 from jaxserve.engine.beam_search import BeamSearch
 from jaxserve.engine.offline import OfflineRunner
-from jaxserve.engine.resharding import Resharder, ReshardReport
 from jaxserve.engine.signal_delay import SignalDelay
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.errors import ConfigError, RequestError
-from jaxserve.metric_types import Metric
-from jaxserve.outputs import BeamSearchOutput, EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
 from jaxserve.parsers import MessageParser, ParsedMessage, chosen_reasoning, ends_in_line, starts_in_reasoning
-from jaxserve.pooling_params import PoolingParams, check_pooling_task
-from jaxserve.request import parse_prompts
-from jaxserve.sampling_params import BeamSearchParams, SamplingParams
+from jaxserve.reshard.resharding import Resharder, ReshardReport
 from jaxserve.text.chat_prompt import chat_prompts, read_template
 from sharding import ShardingLayout
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from jaxserve.errors import ConfigError, JaxserveError
+from jaxserve.api.errors import ConfigError, JaxserveError
 
 STATUS_FAILED = 2
 STATUS_BROKEN_PIPE = 141

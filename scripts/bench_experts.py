@@ -35,10 +35,10 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from jaxserve import LLM, SamplingParams  # noqa: E402
+from jaxserve.api.request import parse_prompt  # noqa: E402
 from jaxserve.layers.parallel import Scope  # noqa: E402
 from jaxserve.models.abstract import abstract_model  # noqa: E402
 from jaxserve.models.loading import read_model_config  # noqa: E402
-from jaxserve.request import parse_prompt  # noqa: E402
 from scripts.bench_peers import Driver, load_workloads, read_bandwidth  # noqa: E402
 
 OUT = REPOSITORY / "scripts" / "charts" / "experts_measurements.json"

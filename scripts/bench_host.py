@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.api.request import parse_prompt
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.device import batch
 from jaxserve.device.buckets import Buckets
@@ -28,9 +30,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.replica import Replica
-from jaxserve.request import parse_prompt
 from jaxserve.sampling.sampler import VARIANTS
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
 from jaxserve.scheduling.scheduler import Scheduler

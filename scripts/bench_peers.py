@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.api.request import parse_prompt
 from jaxserve.engine.request_state import RequestState
-from jaxserve.request import parse_prompt
 
 
 def main() -> None:

@@ -29,13 +29,13 @@ sys.path.insert(0, str(REPOSITORY))
 
 import numpy as np  # noqa: E402  (after the path)
 
-from jaxserve.bench.serve_grpc import GrpcBackend, grpc_model, open_channels  # noqa: E402
-from jaxserve.bench.serve_http import HttpClient  # noqa: E402
-from jaxserve.bench.serve_load import run_load  # noqa: E402
-from jaxserve.bench.serve_metrics import output_length  # noqa: E402
-from jaxserve.bench.serve_openai import OpenAIBackend  # noqa: E402
-from jaxserve.bench.serve_records import Backend, BenchRequest, BenchResponse  # noqa: E402
-from jaxserve.bench.serve_tokens import plain_range  # noqa: E402
+from jaxserve.bench.serve.grpc import GrpcBackend, grpc_model, open_channels  # noqa: E402
+from jaxserve.bench.serve.http import HttpClient  # noqa: E402
+from jaxserve.bench.serve.load import run_load  # noqa: E402
+from jaxserve.bench.serve.metrics import output_length  # noqa: E402
+from jaxserve.bench.serve.openai import OpenAIBackend  # noqa: E402
+from jaxserve.bench.serve.records import Backend, BenchRequest, BenchResponse  # noqa: E402
+from jaxserve.bench.serve.tokens import plain_range  # noqa: E402
 from scripts.server_child import RunningServer, as_flags, running_server  # noqa: E402
 
 APIS = ("http", "grpc")

@@ -9,13 +9,11 @@ import enum
 import inspect
 from pathlib import Path
 
-from jaxserve.cli_arguments import field_docs
-from jaxserve.config import EngineConfig
-from jaxserve.pooling_params import PoolingParams
-from jaxserve.sampling_params import BeamSearchParams, SamplingParams
-from jaxserve.server.settings import ServerConfig
-from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
-from jaxserve.vllm_arguments import (
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.sampling_params import BeamSearchParams, SamplingParams
+from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
+from jaxserve.api.vllm_arguments import (
     OTHER_NAMES,
     RENAMED,
     SAME,
@@ -25,7 +23,9 @@ from jaxserve.vllm_arguments import (
     SERVER_ONLY,
     Argument,
 )
-from jaxserve.vllm_engine_arguments import NO_EFFECT, REFUSED
+from jaxserve.api.vllm_engine_arguments import NO_EFFECT, REFUSED
+from jaxserve.cli_arguments import field_docs
+from jaxserve.server.settings import ServerConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "jaxserve" / "PARAMETERS.md"
 PIPE = r"\|"  # a bar within a cell

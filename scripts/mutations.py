@@ -114,17 +114,17 @@ MUTATIONS = (
     ),
     Mutation(
         "resharding: the cached pages of all layers are written to the first one",
-        "jaxserve/device/page_transfer.py",
+        "jaxserve/reshard/page_transfer.py",
         "return (num_pages * jnp.arange(count, dtype=jnp.int32)[:, None] + pages).ravel()",
         "return (0 * jnp.arange(count, dtype=jnp.int32)[:, None] + pages).ravel()",
-        ("tests/jaxserve/test_reshard.py",),
+        ("tests/jaxserve/reshard/test_reshard.py",),
     ),
     Mutation(
         "plan: devices of one host share the memory's bandwidth twice",
-        "jaxserve/lab/costs.py",
+        "jaxserve/lab/plan/costs.py",
         "rate = device.bytes_per_s * device.bandwidth_share / sharing",
         "rate = device.bytes_per_s * device.bandwidth_share / sharing / sharing",
-        ("tests/jaxserve/test_lab_plan.py", "tests/jaxserve/test_calibration.py"),
+        ("tests/jaxserve/lab/test_lab_plan.py", "tests/jaxserve/lab/test_calibration.py"),
     ),
 )
 

@@ -9,7 +9,7 @@ from typing import Any
 import jaxserve
 from jaxserve.lab.hardware import LINKS
 from jaxserve.lab.links import collective_seconds, one_shot_seconds, ring_seconds
-from jaxserve.lab.planned import Plan
+from jaxserve.lab.plan.planned import Plan
 from jaxserve.lab.records import StepCost
 from jaxserve.lab.report import seconds, size
 from scripts import predict_steps

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxserve.api.request import Request
 from jaxserve.bench.simulation import CostModel, Settings, Simulation, make_scheduler
 from jaxserve.bench.traces import Trace, cut_trace, read_trace, trace_reuse
-from jaxserve.request import Request
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.sequence import Sequence
 

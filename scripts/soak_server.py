@@ -23,7 +23,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from jaxserve.bench.serve_http import HttpClient  # noqa: E402  (after the path)
+from jaxserve.bench.serve.http import HttpClient  # noqa: E402  (after the path)
 from scripts.server_child import RunningServer, as_flags, running_server  # noqa: E402
 from scripts.soak.load import Load  # noqa: E402
 from scripts.soak.report import Report  # noqa: E402

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxserve
-from jaxserve.lab.compare_result import Comparison
+from jaxserve.lab.compare.result import Comparison
 from sharding import ShardingLayout
 
 # As tensor_parallel, but every device has the whole vocabulary: no all-reduce after the embedding and no all-gather of

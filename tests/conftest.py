@@ -43,7 +43,7 @@ from tests.shape_checks import check_shapes  # noqa: E402
 REPOSITORY = Path(__file__).resolve().parent.parent
 check_shapes(REPOSITORY)
 
-from jaxserve.config import EngineConfig  # noqa: E402  (after what checks it)
+from jaxserve.api.config import EngineConfig  # noqa: E402  (after what checks it)
 
 NUM_CPU_DEVICES = 8
 

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from jaxserve.metric_types import Gauge, Metric
-from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.request import Request
-from jaxserve.sampling_checks import RequestOutputKind
+from jaxserve.api.metric_types import Gauge, Metric
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError

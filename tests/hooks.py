@@ -20,6 +20,11 @@ import pytest
 
 from checkpoints import CheckpointError as CheckpointError
 from jaxserve import LLM, AsyncLLM, EngineConfig, PoolingParams, SamplingParams, async_llm
+from jaxserve.api.errors import DeadlineError as DeadlineError
+from jaxserve.api.errors import RequestFailedError as RequestFailedError
+from jaxserve.api.errors import own_failure as own_failure
+from jaxserve.api.metric_types import Histogram as Histogram
+from jaxserve.api.request import parse_prompt
 from jaxserve.demo import MODEL_DIRECTORY as DEMO_DIRECTORY  # noqa: F401  (for tests)
 from jaxserve.demo.tasks import chat_messages as chat_messages
 from jaxserve.demo.tasks import held_out as held_out
@@ -34,18 +39,13 @@ from jaxserve.engine import engine as engine_module
 from jaxserve.engine.model_defaults import writable_markers as writable_markers
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.startup import StartedEngine
-from jaxserve.errors import DeadlineError as DeadlineError
-from jaxserve.errors import RequestFailedError as RequestFailedError
-from jaxserve.errors import own_failure as own_failure
 from jaxserve.layers import attention
 from jaxserve.layers.model_config import RopeConfig as RopeConfig
 from jaxserve.layers.parallel import DtypePolicy as DtypePolicy
 from jaxserve.layers.routing import Routing as Routing
 from jaxserve.layers.rows import ROW_TILE as ROW_TILE
 from jaxserve.layers.sparse_mlp import ClampedSwiGLU as ClampedSwiGLU
-from jaxserve.metric_types import Histogram as Histogram
 from jaxserve.parsers import ToolCall as ToolCall
-from jaxserve.request import parse_prompt
 from jaxserve.scheduling import endings, plan_draft
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence as ScheduledSequence

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, cast
 
+from jaxserve.api.metric_types import Metric
+from jaxserve.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.engine.metrics import EngineMetrics
-from jaxserve.metric_types import Metric
-from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from jaxserve.request import Request
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError

@@ -13,7 +13,7 @@ from unittest import mock
 import msgpack
 import numpy as np
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
 from jaxserve.device import batch
 from jaxserve.device.build import load_params, plan_engine
 from jaxserve.device.runner import LocalRunner

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.api.sampling_options import SAMPLING_OPTIONS, OptionValues
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.sampling.penalties import SamplerInputs, SlotTables
 from jaxserve.sampling.sampler import VARIANTS, SamplerSettings, sample
-from jaxserve.sampling_options import SAMPLING_OPTIONS, OptionValues
 
 _OPTIONS = {**{name: option.neutral for name, option in SAMPLING_OPTIONS.items()}, "temperature": 1.0}
 _OTHERS = {"seeds": 0, "positions": 0, "slots": 0}

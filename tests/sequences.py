@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from jaxserve.request import Request
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.structured_params import RepetitionDetectionParams
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.structured_params import RepetitionDetectionParams
 
 
 def make_sequence(

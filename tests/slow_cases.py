@@ -73,7 +73,7 @@ SLOW_CASES = (
         "the same lists on 4 devices; smaller models of the same families",
     ),
     SlowCases(
-        "jaxserve/test_real_plans.py",
+        "jaxserve/lab/test_real_plans.py",
         "test_supported_models_are_planned",
         "llama-3.1-70b|llama-2-7b|yi-1.5-6b|mistral-small-24b-dolphin3|mixtral-8x22b-wizardlm2|qwen2.5-14b-cogito",
         "other real models of the same families",
@@ -124,13 +124,13 @@ SLOW_CASES = (
         "one device, and two that share the experts",
     ),
     SlowCases(
-        "jaxserve/test_lab_plan.py",
+        "jaxserve/lab/test_lab_plan.py",
         "test_the_model_of_temporaries_agrees_with_the_compiler",
         "Llama-3.1-70B on 8|Qwen2.5-14B on 8",
         "the same models on fewer devices",
     ),
     SlowCases(
-        "jaxserve/test_calibration.py",
+        "jaxserve/lab/test_calibration.py",
         "test_predictions_follow_from_the_calibration",
         "experts data=4|dense tensor=4 tensor_parallel",
         "the other two",
@@ -153,7 +153,12 @@ SLOW_CASES = (
         "1",
         "three beams",
     ),
-    SlowCases("jaxserve/test_grammars.py", "test_real_tokenizers", "deepseek-r1|phi3|granite-3.1", "other tokenizers"),
+    SlowCases(
+        "jaxserve/structured_output/test_grammars.py",
+        "test_real_tokenizers",
+        "deepseek-r1|phi3|granite-3.1",
+        "other tokenizers",
+    ),
     SlowCases(
         "jaxserve/server/test_real_clients.py",
         "test_lm_eval",
@@ -221,7 +226,7 @@ SLOW_CASES = (
         "two devices; test_draft_requests.py",
     ),
     SlowCases(
-        "jaxserve/test_lab_plan.py",
+        "jaxserve/lab/test_lab_plan.py",
         "test_parts_have_the_collectives_of_the_whole_program",
         ".*-prefill",
         "decode steps of the same layouts, and prefill steps of a stage",
@@ -418,7 +423,7 @@ SLOW_CASES = (
         "the deterministic layout, with the same scheduler",
     ),
     SlowCases(
-        "jaxserve/test_compare.py",
+        "jaxserve/lab/test_compare.py",
         "test_all_meshes_and_layouts_that_are_valid_and_differ|test_the_command_prints_json_and_draws",
         "",
         "test_all_that_run_give_equal_tokens and the figures of test_lab_plan.py",
@@ -455,7 +460,7 @@ SLOW_CASES = (
         "mistral-v3",
     ),
     SlowCases(
-        "jaxserve/test_grammars.py",
+        "jaxserve/structured_output/test_grammars.py",
         "test_real_tokenizers",
         "qwen|llama2-model-only",
         "gpt2, llama2 and both mistrals",
@@ -479,7 +484,7 @@ SLOW_CASES = (
         "hits in test_prefix_cache.py and test_simulate_scheduler.py",
     ),
     SlowCases(
-        "jaxserve/test_lab_plan.py",
+        "jaxserve/lab/test_lab_plan.py",
         "test_the_model_of_temporaries_agrees_with_the_compiler",
         "Qwen2.5-14B on (1|2)",
         "Llama-3.1-8B on 1",
@@ -497,19 +502,19 @@ SLOW_CASES = (
         "40-bfloat16, the small pages, and a window",
     ),
     SlowCases(
-        "jaxserve/test_reshard.py",
+        "jaxserve/reshard/test_reshard.py",
         "test_drafts_are_verified_on_the_new_mesh",
         "",
         "test_requests_of_every_kind_continue; drafts in test_draft_requests.py",
     ),
     SlowCases(
-        "jaxserve/test_lab_plan.py",
+        "jaxserve/lab/test_lab_plan.py",
         "test_two_devices_hold_far_more_than_twice_the_tokens_of_one",
         "",
         "test_figures_computed_by_hand",
     ),
     SlowCases(
-        "jaxserve/test_calibration.py",
+        "jaxserve/lab/test_calibration.py",
         "test_plans_and_comparisons_for_it|test_steps_of_devices_that_share_a_host_take_turns",
         "",
         "test_what_is_measured and test_predictions_follow_from_the_calibration",

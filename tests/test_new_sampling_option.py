@@ -21,11 +21,11 @@ from tests.server_process import running_server
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 PLACES: Mapping[str, tuple[str, str]] = {
-    "jaxserve/sampling_params.py": (
+    "jaxserve/api/sampling_params.py": (
         "    seed: int | None = None\n",
         '    even_bias: float = 0.0\n    """Added to the logits of even token ids, in [-99, 99]."""\n',
     ),
-    "jaxserve/sampling_options.py": (
+    "jaxserve/api/sampling_options.py": (
         '        "repetition_penalty": Samp',
         '        "even_bias": SamplingOption(0.0, functools.partial(number, low=-99.0, high=99.0), Effect.LOGITS),\n',
     ),

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.demo.tasks import TASKS, chat_messages, completion_prompt, held_out, is_correct
 from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
 
 
 def demo_accuracy(llm: LLM, num_items: int) -> dict[str, dict[str, float]]:

@@ -5,10 +5,10 @@ import time
 
 import numpy as np
 
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.bench.workload import add_output_arguments, check_output, random_prompts, report
 from jaxserve.cli_arguments import engine_arguments
 from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
 
 NAME = "latency"
 HELP = "measure the latency of one batch of requests"

@@ -9,8 +9,8 @@ import math
 import time
 from typing import NamedTuple
 
+from jaxserve.api.request import Request
 from jaxserve.bench.traces import MAX_PIECE_ID, Trace, symbolic_prompt
-from jaxserve.request import Request
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
 from jaxserve.scheduling.plan_draft import Completion

@@ -3,10 +3,10 @@
 import argparse
 import time
 
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.bench.workload import add_output_arguments, check_output, random_prompts, report
 from jaxserve.cli_arguments import engine_arguments
 from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
 
 NAME = "throughput"
 HELP = "measure the throughput of many requests submitted at once"

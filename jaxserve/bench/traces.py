@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxserve.errors import JaxserveError
+from jaxserve.api.errors import JaxserveError
 
 PIECE_TOKENS = 512  # of a Mooncake trace
 MAX_PIECE_ID = (1 << 28) - 1

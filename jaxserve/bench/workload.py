@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.text_files import check_output_file, write_text
+from jaxserve.api.text_files import check_output_file, write_text
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[dict[str, list[int]]]:

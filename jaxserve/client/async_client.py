@@ -10,6 +10,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jaxserve.api.errors import JaxserveError
+from jaxserve.api.outputs import RequestOutput
 from jaxserve.client.channel import call_metadata, open_async_channel
 from jaxserve.client.failures import errors_of_calls
 from jaxserve.client.requests import (
@@ -33,8 +35,6 @@ from jaxserve.client.results import (
     whole_output,
 )
 from jaxserve.client.sync_client import GENERATION
-from jaxserve.errors import JaxserveError
-from jaxserve.outputs import RequestOutput
 from jaxserve.server.proto.jaxserve.v1 import (
     generation_pb2,
     generation_pb2_grpc,

@@ -3,7 +3,7 @@
 import grpc
 import grpc.aio
 
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 
 Metadata = tuple[tuple[str, str], ...]
 

@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
-from jaxserve.errors import (
+from jaxserve.api.errors import (
     DeadlineError,
     EngineDeadError,
     JaxserveError,

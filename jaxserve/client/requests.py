@@ -7,8 +7,8 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar, cast
 
-from jaxserve.errors import RequestError
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, sampling_pb2
 from jaxserve.server.proto_codec import LIST_FIELDS, OWN_FIELDS, PYTHON_FIELDS, params_to_proto
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxserve.outputs import RequestOutput
+from jaxserve.api.outputs import RequestOutput
 from jaxserve.parsers.message import MessageDelta, ParsedMessage, ToolCall, ToolCallDelta
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2
 from jaxserve.server.proto_codec import completion_from_proto, prompt_logprobs_from_proto

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jaxserve.api.outputs import RequestOutput
 from jaxserve.client.channel import call_metadata, open_channel
 from jaxserve.client.failures import errors_of_calls
 from jaxserve.client.requests import (
@@ -29,7 +30,6 @@ from jaxserve.client.results import (
     whole_chat,
     whole_output,
 )
-from jaxserve.outputs import RequestOutput
 from jaxserve.server.proto.jaxserve.v1 import (
     generation_pb2,
     generation_pb2_grpc,

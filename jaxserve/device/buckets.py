@@ -6,8 +6,8 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
+from jaxserve.api.errors import ConfigError
 from jaxserve.device.step_batch import BatchShape
-from jaxserve.errors import ConfigError
 
 _SMALLEST_MIXED = 64
 _FEW_ROWS = 64

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxserve.config import EngineConfig
-from jaxserve.config_checks import whole_prompts_error
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.config_checks import whole_prompts_error
+from jaxserve.api.errors import ConfigError
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.determinism import choose_row_tile
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
@@ -24,7 +25,6 @@ from jaxserve.device.memory import (
     set_gpu_memory_fraction,
 )
 from jaxserve.device.sharded_model import ShardedModel
-from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.abstract import check_tensor_size, outline

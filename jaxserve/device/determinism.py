@@ -2,9 +2,9 @@
 
 import logging
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.errors import ConfigError
 from jaxserve.device.sharded_model import computes_rows_natively
-from jaxserve.errors import ConfigError
 from jaxserve.layers.attention import AttentionKernel
 from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.layers.rows import ROW_TILE

@@ -4,8 +4,8 @@ import dataclasses
 import logging
 from typing import NamedTuple, cast
 
-from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.errors import ConfigError
 from jaxserve.layers.attention import AttentionKernel, choose_attention
 from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig

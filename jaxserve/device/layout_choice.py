@@ -1,9 +1,9 @@
 """Choose an engine's layout, pipeline stages and page size, and check that the modules can be split so."""
 
-from jaxserve.config import EngineConfig
-from jaxserve.config_checks import BLOCK_SIZES
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.config_checks import BLOCK_SIZES
+from jaxserve.api.errors import ConfigError
 from jaxserve.device.sharded_model import ShardedModel
-from jaxserve.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Parallel
 from jaxserve.models.sparse_decoder import SparseConfig

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.errors import MemoryPlanError
 from jaxserve.device.sharded_model import ShardedModel
-from jaxserve.errors import MemoryPlanError
 from jaxserve.scheduling.page_allocator import KVWindow, max_held_pages
 from sharding.mesh import Device, PlannedDevice
 

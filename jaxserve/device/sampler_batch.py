@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jaxserve.api.sampling_options import SAMPLING_OPTIONS, OptionValues
 from jaxserve.sampling.penalties import SamplerInputs
 from jaxserve.sampling.verification import NOWHERE, Verification
-from jaxserve.sampling_options import SAMPLING_OPTIONS, OptionValues
 
 SLOT_PARAMS = ("seeds", *SAMPLING_OPTIONS)
 """Sampling parameters that are constant while a request has its slot, in buffer order; ``arguments`` follow them."""

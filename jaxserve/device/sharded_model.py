@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
-from jaxserve.config_checks import LOGPROBS_MODES
+from jaxserve.api.config_checks import LOGPROBS_MODES
 from jaxserve.device.packing import Packing
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, unpack
 from jaxserve.layers.attention import AttentionKernel, Pools

@@ -7,14 +7,14 @@ import hashlib
 import time
 from collections.abc import Mapping
 
+from jaxserve.api.errors import RequestError
+from jaxserve.api.logprobs import FlatLogprobs
+from jaxserve.api.request import Request, check_length
+from jaxserve.api.sampling_options import SAMPLING_OPTIONS, OptionValues
+from jaxserve.api.sampling_params import SamplingParams, check_against
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.pooling import pooling_state
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.errors import RequestError
-from jaxserve.logprobs import FlatLogprobs
-from jaxserve.request import Request, check_length
-from jaxserve.sampling_options import SAMPLING_OPTIONS, OptionValues
-from jaxserve.sampling_params import SamplingParams, check_against
 from jaxserve.scheduling.plan import Sampling
 from jaxserve.scheduling.sequence import Constraint, Sequence
 from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids

@@ -9,13 +9,13 @@ import dataclasses
 
 from tqdm import tqdm
 
+from jaxserve.api.errors import RequestError
+from jaxserve.api.outputs import BeamSearchOutput, BeamSearchSequence, Logprob
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_params import BeamSearchParams, SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.signal_delay import SignalDelay
-from jaxserve.errors import RequestError
-from jaxserve.outputs import BeamSearchOutput, BeamSearchSequence, Logprob
-from jaxserve.request import Request
-from jaxserve.sampling_params import BeamSearchParams, SamplingParams
 
 
 @dataclasses.dataclass(slots=True, eq=False)

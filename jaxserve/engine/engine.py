@@ -12,6 +12,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from jaxserve.api.errors import EngineDeadError, RequestError, RequestFailedError, own_failure, unforeseen
+from jaxserve.api.metric_types import Metric
+from jaxserve.api.request import Request
 from jaxserve.device.runner_interface import StepResult
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.expert_load import ExpertLoad
@@ -20,9 +23,6 @@ from jaxserve.engine.pooling import pooled_vector
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.step_guard import StepGuard
-from jaxserve.errors import EngineDeadError, RequestError, RequestFailedError, own_failure, unforeseen
-from jaxserve.metric_types import Metric
-from jaxserve.request import Request
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.router import choose_scheduler

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from jaxserve.metric_types import Counter, Metric
+from jaxserve.api.metric_types import Counter, Metric
 
 
 class ExpertLoad:

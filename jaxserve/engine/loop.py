@@ -9,10 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from jaxserve.engine.request_state import RequestState
-from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.engine.stream import StepEngine, Stream, wake_readers
-from jaxserve.errors import (
+from jaxserve.api.errors import (
     SHUT_DOWN,
     DeadlineError,
     EngineDeadError,
@@ -20,6 +17,9 @@ from jaxserve.errors import (
     RequestFailedError,
     unforeseen,
 )
+from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.engine.stream import StepEngine, Stream, wake_readers
 from jaxserve.structured_output.grammars import copy_error
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import jax
 
+from jaxserve.api.metric_types import Counter, Distribution, Gauge, Metric
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState
-from jaxserve.metric_types import Counter, Distribution, Gauge, Metric
 from jaxserve.scheduling.plan_draft import Completion
 
 PREFIX = "jaxserve:"

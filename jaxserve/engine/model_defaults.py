@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import is_gguf, resolve_model
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.errors import ConfigError, RequestError
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.build import EnginePlan
-from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.parsers import chosen_reasoning, reasoning_parser
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.reasoning import ReasoningMarkers
 from jaxserve.text.gguf_tokenizer import has_tokenizer, load_model_tokenizer
 from jaxserve.text.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 
-from jaxserve.errors import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.layers.model_config import RopeConfig
 from jaxserve.layers.rope import length_regime
 from jaxserve.structured_output.reasoning import ReasoningMarkers

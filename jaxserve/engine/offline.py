@@ -5,13 +5,13 @@ from collections.abc import Callable, Generator, Iterable
 
 from tqdm import tqdm
 
+from jaxserve.api.errors import RequestError, RequestFailedError
+from jaxserve.api.outputs import PoolingRequestOutput, RequestOutput
+from jaxserve.api.request import Request
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.signal_delay import SignalDelay
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.errors import RequestError, RequestFailedError
-from jaxserve.outputs import PoolingRequestOutput, RequestOutput
-from jaxserve.request import Request
 
 
 class ProgressBar:

@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 from jaxtyping import Float
 
+from jaxserve.api.errors import RequestError
+from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_checks import RequestOutputKind
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.errors import RequestError
-from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import Request
-from jaxserve.sampling_checks import RequestOutputKind
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.sequence import Sequence
 
 _MIN_NORM = 1e-12  # avoids division by zero

@@ -6,13 +6,13 @@ import dataclasses
 import time
 from typing import Any, NamedTuple
 
-from jaxserve.errors import RequestError, own_failure
-from jaxserve.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
-from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from jaxserve.request import Request
+from jaxserve.api.errors import RequestError, own_failure
+from jaxserve.api.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
+from jaxserve.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_checks import RequestOutputKind
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.sampling.logprobs import TokenLogprobs
-from jaxserve.sampling_checks import RequestOutputKind
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.endings import shown_end
 from jaxserve.scheduling.plan_draft import ScoredChunk
 from jaxserve.scheduling.sequence import Sequence

@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compiling import use_compilation_cache
 from jaxserve.device.memory import STEPS_IN_FLIGHT, MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
@@ -33,9 +35,7 @@ from jaxserve.engine.model_defaults import (
 )
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.replica import Replica
-from jaxserve.errors import RequestError
 from jaxserve.models.loading import check_weights
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.drafts import make_proposer
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxserve.metric_types import Metric
+from jaxserve.api.metric_types import Metric
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-from jaxserve.errors import EngineBusyError
+from jaxserve.api.errors import EngineBusyError
 
 
 class StepGuard:

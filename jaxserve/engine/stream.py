@@ -6,10 +6,10 @@ import time
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from jaxserve.api.errors import RequestError
+from jaxserve.api.metric_types import Metric
+from jaxserve.api.outputs import RequestOutput
 from jaxserve.engine.request_state import RequestState
-from jaxserve.errors import RequestError
-from jaxserve.metric_types import Metric
-from jaxserve.outputs import RequestOutput
 
 
 @runtime_checkable

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
 from jaxserve.device.memory import device_memory_bytes
 from jaxserve.lab import report
-from jaxserve.lab.compare_run import RunSettings, decode_seconds, with_weights
+from jaxserve.lab.compare.run import RunSettings, decode_seconds, with_weights
 from jaxserve.lab.devices import Device
 from jaxserve.lab.hardware import DEVICES
 from jaxserve.lab.measure import COLLECTIVE_BYTES, ROWS, collective_times, matmul_rates

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from jax.experimental import topologies
 from jax.sharding import Mesh, use_abstract_mesh
 
+from jaxserve.api.errors import ConfigError
 from jaxserve.device.compiling import bytes_of
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_hidden, trace_step
-from jaxserve.errors import ConfigError
 from jaxserve.lab.devices import Device
 from sharding import MeshShape, make_mesh
 from sharding.plan import compiled_collectives

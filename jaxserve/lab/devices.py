@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
+from jaxserve.api.text_files import write_text
 from jaxserve.lab.links import Link, interpolated, nearest
-from jaxserve.text_files import write_text
 from sharding import PlannedDevice
 
 _LINKS = ("link", "host_link")

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jaxserve.api.errors import ConfigError
 from jaxserve.device.memory import machine_memory_bytes
-from jaxserve.errors import ConfigError
 from jaxserve.lab.devices import Device, read_device
 from jaxserve.lab.links import Link
 

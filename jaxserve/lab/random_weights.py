@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from checkpoints import TensorInfo, is_gguf, save_safetensors
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import abstract_model
 from jaxserve.models.loading import read_model_config, read_model_fields

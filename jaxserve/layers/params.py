@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from checkpoints import Piece, TensorRecipe
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.storage import Experts, Weight, load_method
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from checkpoints import Listing, TensorRecipe
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Parallel, Scope

@@ -7,7 +7,7 @@ configs; they are rejected by their other fields.
 from functools import partial
 from typing import Final
 
-from jaxserve.errors import UnsupportedModelError
+from jaxserve.api.errors import UnsupportedModelError
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_decoder, build_layer

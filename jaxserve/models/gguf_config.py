@@ -10,7 +10,7 @@ import numpy as np
 from checkpoints import CheckpointError
 from checkpoints.quantized.gguf_file import GgufFiles, Metadata
 from checkpoints.quantized.gguf_names import architecture_of
-from jaxserve.errors import ConfigError, UnsupportedModelError
+from jaxserve.api.errors import ConfigError, UnsupportedModelError
 
 _END_TEXTS: Final = (
     "<|eot_id|>",

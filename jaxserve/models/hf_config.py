@@ -11,7 +11,7 @@ from typing import Any, Final, TypeGuard
 from checkpoints import CheckpointError, is_gguf
 from checkpoints.quantized.registry import format_for, method_of
 from checkpoints.quantized.settings import read_settings, settings_of
-from jaxserve.errors import ConfigError, UnsupportedModelError
+from jaxserve.api.errors import ConfigError, UnsupportedModelError
 
 _METHOD_NAMES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("awq_marlin", "auto_awq"), "awq"),

@@ -22,9 +22,9 @@ from checkpoints import (
 )
 from checkpoints.quantized.planes import Planes
 from checkpoints.quantized.reader import QuantizedReader
-from jaxserve.config_checks import DTYPES
+from jaxserve.api.config_checks import DTYPES
+from jaxserve.api.errors import ConfigError
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.errors import ConfigError
 from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Scope

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
-from jaxserve.errors import ConfigError, UnsupportedModelError
+from jaxserve.api.errors import ConfigError, UnsupportedModelError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM

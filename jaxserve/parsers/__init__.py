@@ -16,9 +16,7 @@ from jaxserve.parsers.parser import chosen_reasoning as chosen_reasoning
 from jaxserve.parsers.parser import leading_reasoning as leading_reasoning
 from jaxserve.parsers.parser import reasoning_parser as reasoning_parser
 from jaxserve.parsers.parser import tool_parser as tool_parser
-from jaxserve.parsers.prompt_end import LastMessage as LastMessage
 from jaxserve.parsers.prompt_end import ends_in_line as ends_in_line
-from jaxserve.parsers.prompt_end import last_message as last_message
 from jaxserve.parsers.prompt_end import last_turn as last_turn
 from jaxserve.parsers.prompt_end import starts_in_reasoning as starts_in_reasoning
 from jaxserve.parsers.tool_choice import tool_choice_schema as tool_choice_schema

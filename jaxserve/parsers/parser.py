@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.parsers.call_finder import CallFinder
 from jaxserve.parsers.call_reader import CallReader
 from jaxserve.parsers.harmony import HarmonyReasoning

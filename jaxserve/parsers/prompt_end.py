@@ -1,16 +1,13 @@
 """Finds out from a prompt whether its completion begins inside reasoning."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from jaxserve.chat_messages import part_text
+from jaxserve.api.chat_messages import OTHER_ROLES, LastMessage
 from jaxserve.parsers.parser import reasoning_parser
 from jaxserve.parsers.reasoning_format import ReasoningFormat
 
 _ASSISTANTS = "assistant|model|chatbot|bot"
-_OTHERS = "user|human|system|developer|tool|ipython|function|observation|environment"
+_OTHERS = "|".join(OTHER_ROLES)
 _OPEN = r"(?:<[|｜](?:im_start|start_header_id|header_start|start_of_role|start|turn)[|｜]?>|<start_of_turn>)\s*"
 _CLOSE = r"(?:<[|｜](?:end_header_id|header_end|end_of_role|im_middle|im_sep)[|｜]>)?"
 _ENDS = (
@@ -25,33 +22,6 @@ _HEADER = re.compile(
     re.IGNORECASE,
 )
 _PLAIN_HEADER = re.compile(r"^(?:(?P<assistant>assistant)|user|human|system|tool):[ \t]?", re.IGNORECASE | re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class LastMessage:
-    """The last message of a conversation.
-
-    Attributes:
-      text: Its text.
-      is_continued: Whether it is the assistant's, and the completion continues it.
-    """
-
-    text: str
-    is_continued: bool = False
-
-
-def last_message(conversation: Sequence[Mapping[str, Any]], *, continues: bool) -> LastMessage:
-    """Return the last message of a conversation that a template renders.
-
-    Args:
-      conversation: The messages, in OpenAI's form.
-      continues: Whether the last one is left open (`continue_final_message`).
-    """
-    message = conversation[-1]
-    content = message.get("content") or ""
-    parts = [content] if isinstance(content, str) else content
-    text = "\n".join(part_text(part) or "" for part in parts)
-    return LastMessage(text, is_continued=continues and message.get("role") not in _OTHERS.split("|"))
 
 
 def last_turn(prompt: str) -> str | None:

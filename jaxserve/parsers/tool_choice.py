@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from jaxserve.errors import RequestError
+from jaxserve.api.errors import RequestError
 
 _FORM = "{'type': 'function', 'function': {'name': …, 'parameters': {…}}}"
 

@@ -5,7 +5,7 @@ from typing import Protocol, runtime_checkable
 
 from jaxtyping import Array, Float, Int
 
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 
 
 @runtime_checkable

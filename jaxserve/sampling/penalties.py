@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxserve.api.sampling_options import OptionValues
 from jaxserve.sampling.logits_processors import LogitsProcessor, apply_processors
 from jaxserve.sampling.vocab_split import WHOLE, VocabSplit
-from jaxserve.sampling_options import OptionValues
 
 IN_PROMPT = 1 << 30
 """Added to a token's count if it is in the prompt."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from jaxserve.config_checks import LOGPROBS_MODES
+from jaxserve.api.config_checks import LOGPROBS_MODES
 from jaxserve.sampling.draw import draw
 from jaxserve.sampling.logits_processors import LogitsProcessor
 from jaxserve.sampling.logprobs import MAX_LOGPROBS, TokenLogprobs, no_logprobs, token_logprobs

@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from jaxserve.errors import RequestFailedError, own_failure
-from jaxserve.outputs import FinishReason
+from jaxserve.api.errors import RequestFailedError, own_failure
+from jaxserve.api.outputs import FinishReason
+from jaxserve.api.structured_params import RepetitionDetectionParams
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.structured_params import RepetitionDetectionParams
 
 
 class Ending(NamedTuple):

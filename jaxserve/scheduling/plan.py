@@ -11,7 +11,7 @@ from array import array
 from collections.abc import MutableSequence, Sequence
 from typing import NamedTuple
 
-from jaxserve.sampling_options import Effect, OptionValues, has_effect
+from jaxserve.api.sampling_options import Effect, OptionValues, has_effect
 from jaxserve.scheduling.page_allocator import KVWindow
 
 

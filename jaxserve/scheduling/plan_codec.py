@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 
-from jaxserve.sampling_options import OptionValues
+from jaxserve.api.sampling_options import OptionValues
 from jaxserve.scheduling.plan import (
     ChunkPooling,
     ChunkTargets,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
-from jaxserve.errors import own_failure
+from jaxserve.api.errors import own_failure
 from jaxserve.scheduling.endings import constraint_failure
 from jaxserve.scheduling.plan import ChunkPooling, ChunkTargets, PageCopy, PageGrant, SlotMask, SlotSetup, StepPlan
 from jaxserve.scheduling.sequence import Constraint, Sequence

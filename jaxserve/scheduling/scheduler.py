@@ -4,7 +4,7 @@ import bisect
 from collections import deque
 from collections.abc import Iterable
 
-from jaxserve.outputs import FinishReason
+from jaxserve.api.outputs import FinishReason
 from jaxserve.scheduling.context_pages import ContextPages
 from jaxserve.scheduling.drafts import DraftProposer, add_drafts, drop_rejected
 from jaxserve.scheduling.endings import Ending, find_ending, find_stop_string

@@ -6,8 +6,8 @@ After admission only the scheduler and its helpers in this package modify a sequ
 import dataclasses
 from typing import Protocol, runtime_checkable
 
-from jaxserve.outputs import FinishReason
-from jaxserve.request import Request
+from jaxserve.api.outputs import FinishReason
+from jaxserve.api.request import Request
 from jaxserve.scheduling.plan import Sampling
 
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import yaml
 
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError
 from jaxserve.server.settings import ServerConfig
 

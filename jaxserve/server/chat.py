@@ -5,10 +5,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.errors import RequestError
-from jaxserve.field_checks import json_copy
+from jaxserve.api.chat_messages import LastMessage
+from jaxserve.api.errors import RequestError
+from jaxserve.api.field_checks import json_copy
+from jaxserve.api.request import Request
 from jaxserve.parsers import (
-    LastMessage,
     MessageDelta,
     MessageParser,
     ParsedMessage,
@@ -19,7 +20,6 @@ from jaxserve.parsers import (
     tool_choice_schema,
 )
 from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
-from jaxserve.request import Request
 from jaxserve.server.frontend import Frontend, sampling_params
 from jaxserve.server.settings import ServerConfig
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from jaxserve.api.errors import ConfigError
+from jaxserve.api.vllm_arguments import SERVE_NO_EFFECT, SERVE_REFUSED, log_ignored
 from jaxserve.cli_arguments import (
     add_dataclass_arguments,
     add_engine_arguments,
@@ -19,9 +21,7 @@ from jaxserve.cli_arguments import (
     field_docs,
     vllm_arguments,
 )
-from jaxserve.errors import ConfigError
 from jaxserve.server.settings import ServerConfig
-from jaxserve.vllm_arguments import SERVE_NO_EFFECT, SERVE_REFUSED, log_ignored
 
 HELP = "serve a model over OpenAI-compatible HTTP and gRPC"
 _JSON_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")

@@ -1,6 +1,6 @@
 """The limit of tokens that one request converts to text."""
 
-from jaxserve.errors import RequestError
+from jaxserve.api.errors import RequestError
 
 MAX_CONVERTED_TOKENS = 1 << 18
 """Most tokens converted to text in one request: more would keep others waiting."""

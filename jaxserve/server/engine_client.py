@@ -13,10 +13,10 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from jaxserve.errors import ConfigError, EngineDeadError, RequestError
-from jaxserve.metric_types import Metric
-from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.request import Request
+from jaxserve.api.errors import ConfigError, EngineDeadError, RequestError
+from jaxserve.api.metric_types import Metric
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.request import Request
 from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.output_collector import OutputCollector, late

@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 
-from jaxserve.errors import (
+from jaxserve.api.errors import (
     DeadlineError,
     EngineDeadError,
     JaxserveError,

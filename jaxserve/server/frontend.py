@@ -8,10 +8,10 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from jaxserve.errors import RequestFailedError
-from jaxserve.outputs import RequestOutput
-from jaxserve.request import Request, check_length
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.errors import RequestFailedError
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.request import Request, check_length
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnknownModelError

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import uvicorn
 
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.app import make_app
 from jaxserve.server.http_protocol import HttpProtocol

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from jaxserve.errors import OverloadedError, RequestError
+from jaxserve.api.errors import OverloadedError, RequestError
 from jaxserve.server.auth import Caller
 from jaxserve.server.errors import UnavailableError
 

@@ -7,7 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from jaxserve.errors import EngineDeadError, JaxserveError
+from jaxserve.api.errors import EngineDeadError, JaxserveError
 from jaxserve.parsers import chosen_reasoning
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient

@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from jaxserve.errors import JaxserveError
-from jaxserve.metric_types import HELP, Counter, Gauge, Metric, prometheus_text
+from jaxserve.api.errors import JaxserveError
+from jaxserve.api.metric_types import HELP, Counter, Gauge, Metric, prometheus_text
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.resources import process_metrics
 from jaxserve.server.settings import queued_tokens_limit

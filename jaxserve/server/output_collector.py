@@ -3,8 +3,8 @@
 import asyncio
 import dataclasses
 
-from jaxserve.errors import DeadlineError, JaxserveError
-from jaxserve.outputs import RequestOutput
+from jaxserve.api.errors import DeadlineError, JaxserveError
+from jaxserve.api.outputs import RequestOutput
 
 _GRACE_S = 0.5  # after a request's deadline, which the engine process should notice first
 

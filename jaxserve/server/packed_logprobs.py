@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar, overload
 
-from jaxserve.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
-from jaxserve.outputs import RequestOutput
+from jaxserve.api.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
+from jaxserve.api.outputs import RequestOutput
 
 MAX_ENTRIES_ON_LOOP = 4096
 """Entries of an output that are written on the event loop; more are written on a thread."""

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from jaxserve.errors import RequestError
-from jaxserve.logprobs import Logprob, PromptLogprobs, SampleLogprobs
-from jaxserve.outputs import CompletionOutput, FinishReason, RequestOutput
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.logprobs import Logprob, PromptLogprobs, SampleLogprobs
+from jaxserve.api.outputs import CompletionOutput, FinishReason, RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, sampling_pb2
 
 # --------------------------------------------------------------------------------------------------------- parameters

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.api.errors import JaxserveError, RequestError, RequestFailedError, unforeseen
 from jaxserve.child_process import ProcessPool
-from jaxserve.errors import JaxserveError, RequestError, RequestFailedError, unforeseen
 from jaxserve.server.wire import EngineInfo
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from jaxserve.errors import JaxserveError
-from jaxserve.outputs import RequestMetrics, RequestOutput
-from jaxserve.request import Request
+from jaxserve.api.errors import JaxserveError
+from jaxserve.api.outputs import RequestMetrics, RequestOutput
+from jaxserve.api.request import Request
 from jaxserve.server.errors import OUTCOMES, SERVER_FAULTS, status_of
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tracing import (

@@ -6,7 +6,7 @@ import resource
 import time
 from pathlib import Path
 
-from jaxserve.metric_types import Counter, Gauge, Metric
+from jaxserve.api.metric_types import Counter, Gauge, Metric
 
 LARGE_BUFFER_BYTES = 128 << 10
 """glibc's initial threshold for buffers in mappings of their own."""

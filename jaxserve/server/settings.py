@@ -8,8 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from jaxserve.config_checks import check_type
-from jaxserve.errors import ConfigError
+from jaxserve.api.config_checks import check_type
+from jaxserve.api.errors import ConfigError
 
 QUEUED_SEQS = 4
 """Default of ``max_num_queued_reqs``: waiting sequences for each of ``max_num_seqs``."""

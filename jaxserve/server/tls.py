@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
-from jaxserve.errors import ConfigError
-from jaxserve.outputs import RequestMetrics
-from jaxserve.request import Request
+from jaxserve.api.errors import ConfigError
+from jaxserve.api.outputs import RequestMetrics
+from jaxserve.api.request import Request
 from jaxserve.server.settings import ServerConfig
 
 if TYPE_CHECKING:  # the extra "otel" may not be installed

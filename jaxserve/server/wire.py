@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 from google.protobuf.message import Message
 
-from jaxserve.errors import (
+from jaxserve.api.errors import (
     ConfigError,
     DeadlineError,
     EngineDeadError,
@@ -26,15 +26,15 @@ from jaxserve.errors import (
     RequestError,
     RequestFailedError,
 )
-from jaxserve.metric_types import Counter, Gauge, Histogram
-from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import Request
-from jaxserve.sampling_checks import RequestOutputKind
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.metric_types import Counter, Gauge, Histogram
+from jaxserve.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_checks import RequestOutputKind
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 from jaxserve.server.packed_logprobs import PackedLogprobs
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
-from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
 HEADER = struct.Struct(">I")
 MAX_TO_ENGINE_BYTES = 64 << 20

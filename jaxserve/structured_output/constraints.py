@@ -5,7 +5,7 @@ from functools import cache
 
 import numpy as np
 
-from jaxserve.errors import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.scheduling.sequence import Constraint
 from jaxserve.text.tokenizer import Tokenizer
 

@@ -14,12 +14,18 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 
+from jaxserve.api.errors import SHUT_DOWN, EngineDeadError, RequestError
+from jaxserve.api.structured_params import StructuredOutputsParams
 from jaxserve.child_process import ProcessPool
-from jaxserve.errors import SHUT_DOWN, EngineDeadError, RequestError
-from jaxserve.sampling import grammar_check
-from jaxserve.sampling.grammar import GrammarLimits, GrammarSource, content_key, grammar_error, write_grammar
-from jaxserve.sampling.grammar_check import SPECIAL_MARK, Vocabulary, error_text, make_matcher
-from jaxserve.structured_params import StructuredOutputsParams
+from jaxserve.structured_output import grammar_check
+from jaxserve.structured_output.grammar_check import SPECIAL_MARK, Vocabulary, error_text, make_matcher
+from jaxserve.structured_output.grammar_source import (
+    GrammarLimits,
+    GrammarSource,
+    content_key,
+    grammar_error,
+    write_grammar,
+)
 from jaxserve.text.tokenizer import Tokenizer
 
 _OVER_LIMIT = "too many"

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxserve.parsers import LastMessage, last_turn, reasoning_parser, starts_in_reasoning
+from jaxserve.api.chat_messages import LastMessage
+from jaxserve.parsers import last_turn, reasoning_parser, starts_in_reasoning
 from jaxserve.scheduling.sequence import Constraint
 from jaxserve.text.tokenizer import Tokenizer
 

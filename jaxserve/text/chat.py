@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import jinja2
 
-from jaxserve.chat_messages import check_messages
-from jaxserve.errors import RequestError
-from jaxserve.field_checks import sequence
+from jaxserve.api.chat_messages import check_messages
+from jaxserve.api.errors import RequestError
+from jaxserve.api.field_checks import sequence
 from jaxserve.text.content_format import ContentFormat, asks_for_null, check_format, convert_content, detect_format
 
 Message = Mapping[str, Any]

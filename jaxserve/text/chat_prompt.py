@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.request import Request, params_for_each, priorities_for_each
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.request import Request, params_for_each, priorities_for_each
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.text.chat import choose_template, load_chat_template, render_chat, split_conversations
 from jaxserve.text.tokenizer import Tokenizer
 

@@ -5,8 +5,8 @@ from typing import Any, Literal, cast
 
 from jinja2 import nodes
 
-from jaxserve.chat_messages import part_text
-from jaxserve.errors import RequestError
+from jaxserve.api.chat_messages import part_text
+from jaxserve.api.errors import RequestError
 
 ContentFormat = Literal["string", "openai"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tokenizers
 
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.text.token_pieces import Joining, TokenPieces
 
 _LONG_TEXT = 2048  # characters; takes about a millisecond

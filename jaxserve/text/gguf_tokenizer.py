@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from checkpoints import CheckpointError, is_gguf
 from checkpoints.quantized.gguf_file import GgufFiles, Metadata
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.text.fast_backend import FastBackend
 from jaxserve.text.flagged_tokens import add_flagged_tokens
 from jaxserve.text.gguf_splits import SPLITTINGS, Splitting

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from jaxserve.api.errors import RequestError
 from jaxserve.child_process import READY
-from jaxserve.errors import RequestError
 from jaxserve.text.chat import choose_template, quiet_transformers, render_chat
 
 _TOO_MUCH_MEMORY = {"error": "the chat template failed: it takes more memory than allowed"}

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import sentencepiece
 
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.text.token_pieces import Joining, TokenPieces, join
 from jaxserve.text.tokenizer_files import AddedToken, TokenizerSettings
 

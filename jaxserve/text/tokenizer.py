@@ -10,8 +10,8 @@ from typing import Any
 
 import tokenizers
 
-from jaxserve.chat_messages import check_messages
-from jaxserve.errors import ConfigError, RequestError
+from jaxserve.api.chat_messages import check_messages
+from jaxserve.api.errors import ConfigError, RequestError
 from jaxserve.text.chat import choose_template, quiet_transformers, render_chat
 from jaxserve.text.fast_backend import FastBackend
 from jaxserve.text.flagged_tokens import add_flagged_tokens

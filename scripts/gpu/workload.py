@@ -94,7 +94,7 @@ class Decode(NamedTuple):
 def decode(llm: Any, batch: int, context: int, num_steps: int) -> Decode:
     """Time steps in which every one of ``batch`` rows decodes, at contexts around ``context``."""
     from jaxserve import SamplingParams
-    from jaxserve.request import parse_prompt
+    from jaxserve.api.request import parse_prompt
 
     engine = llm.engine
     length = context - num_steps // 2 - 2

@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from jaxserve.bench.serve_grpc import GrpcBackend, open_channels
-from jaxserve.bench.serve_http import HttpClient, HttpResponse
-from jaxserve.bench.serve_openai import OpenAIBackend, StreamNotes
-from jaxserve.bench.serve_records import BenchRequest, BenchResponse, BenchServeError
+from jaxserve.bench.serve.grpc import GrpcBackend, open_channels
+from jaxserve.bench.serve.http import HttpClient, HttpResponse
+from jaxserve.bench.serve.openai import OpenAIBackend, StreamNotes
+from jaxserve.bench.serve.records import BenchRequest, BenchResponse, BenchServeError
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc
 from scripts.server_child import RunningServer
 from scripts.soak.report import Report

@@ -7,7 +7,7 @@ import re
 import time
 from pathlib import Path
 
-from jaxserve.bench.serve_http import HttpClient
+from jaxserve.bench.serve.http import HttpClient
 from scripts.server_child import RunningServer
 from scripts.soak.report import ZERO, Sample
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve import RequestError, RequestOutputKind, SamplingParams
+from jaxserve.api.metric_types import Counter, Gauge, Metric
+from jaxserve.api.request import Request
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.metric_types import Counter, Gauge, Metric
-from jaxserve.request import Request
 from jaxserve.scheduling.sequence import Sequence
 
 DELTA = SamplingParams(output_kind=RequestOutputKind.DELTA)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.api.sampling_options import OptionValues
 from jaxserve.device.batch import build
 from jaxserve.device.sampler_batch import SamplerShape, unpack_sampler
 from jaxserve.device.slots import Slots
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, sampler_part, unpack
-from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import ON_DEVICE, ChunkPooling, PageGrant, Sampling, SlotSetup, StepPlan
 from tests.plan_rows import Row, decode_rows, make_plan, rows_of
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from jaxserve.api.errors import ConfigError
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.stage import num_programs, step_keys
-from jaxserve.errors import ConfigError
 
 MAX_PROGRAMS = 40
 LIMITS = [(64, 1024), (256, 8192), (1024, 16384)]  # CPU, GPU, large GPU

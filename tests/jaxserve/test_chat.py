@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.chat_messages import check_messages
-from jaxserve.errors import RequestError
+from jaxserve.api.chat_messages import check_messages
+from jaxserve.api.errors import RequestError
 from jaxserve.parsers import MessageParser, starts_in_reasoning
 from jaxserve.text.chat import MAX_RENDERED_CHARACTERS, render_chat
 from jaxserve.text.tokenizer import Tokenizer

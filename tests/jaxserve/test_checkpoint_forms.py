@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints import CheckpointError, Listing, TensorInfo, check_recipes, convert
 from jaxserve import LLM, BeamSearchParams, RequestError, SamplingParams
-from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError, UnsupportedModelError
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.errors import ConfigError, UnsupportedModelError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model

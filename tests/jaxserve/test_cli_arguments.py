@@ -8,6 +8,8 @@ from typing import Any, Literal
 import pytest
 
 from jaxserve import cli, cli_arguments
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.cli import main
 from jaxserve.cli_arguments import (
     FlagParser,
@@ -17,8 +19,6 @@ from jaxserve.cli_arguments import (
     field_docs,
     sampling_arguments,
 )
-from jaxserve.config import EngineConfig
-from jaxserve.sampling_params import SamplingParams
 
 
 def parser() -> argparse.ArgumentParser:

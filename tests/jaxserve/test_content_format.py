@@ -8,7 +8,7 @@ import jinja2
 import pytest
 from jinja2 import nodes
 
-from jaxserve.errors import RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.text import chat
 from jaxserve.text.chat import render_chat
 from jaxserve.text.content_format import FORMATS, detect_format

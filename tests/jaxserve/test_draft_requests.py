@@ -10,14 +10,15 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from jaxserve import RequestOutput, SamplingParams, config_checks
-from jaxserve.config import EngineConfig
+from jaxserve import RequestOutput, SamplingParams
+from jaxserve.api import config_checks
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metric_types import Counter
+from jaxserve.api.request import parse_prompt
+from jaxserve.api.structured_params import StructuredOutputsParams
 from jaxserve.engine.startup import StartedEngine, start_engine
-from jaxserve.metric_types import Counter
-from jaxserve.request import parse_prompt
 from jaxserve.scheduling import drafts
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.structured_params import StructuredOutputsParams
 
 SETTINGS: dict[str, Any] = {
     "model": "demo",

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxserve.api.sampling_options import OptionValues
 from jaxserve.device.batch import build
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.runner_interface import StepResult
@@ -16,7 +17,6 @@ from jaxserve.device.stage import Stage
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.sampling.sampler import NO_TOKEN
 from jaxserve.sampling.verification import NOWHERE, Verification
-from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Sampling, SlotSetup, StepPlan
 from tests.plan_rows import Row, make_plan, rows_of
 from tests.tiny_programs import make_program, make_runner, random_params, tiny_config

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxserve.api.sampling_options import OptionValues
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.stage import Stage
-from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import ON_DEVICE, Sampling, SchedulerLimits, StepPlan
 from jaxserve.scheduling.prefix_cache import pack_tokens

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxserve.sampling_options import OptionValues
+from jaxserve.api.sampling_options import OptionValues
 from jaxserve.scheduling.drafts import DraftProposer
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import ON_DEVICE, Sampling, SchedulerLimits, StepPlan

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, AsyncLLM, EmbeddingRequestOutput, PoolingParams, RequestError, SamplingParams
+from jaxserve.api.errors import RequestFailedError
+from jaxserve.api.metric_types import Histogram
+from jaxserve.api.pooling_params import Pooling
+from jaxserve.api.request import parse_prompt, parse_prompts
 from jaxserve.engine.request_state import RequestState
-from jaxserve.errors import RequestFailedError
-from jaxserve.metric_types import Histogram
-from jaxserve.pooling_params import Pooling
-from jaxserve.request import parse_prompt, parse_prompts
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

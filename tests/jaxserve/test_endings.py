@@ -4,12 +4,12 @@ import random
 
 import pytest
 
+from jaxserve.api.structured_params import RepetitionDetectionParams
 from jaxserve.scheduling.endings import Ending, ends_in_repetition, find_ending
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.structured_params import RepetitionDetectionParams
 from tests.sequences import make_sequence as a_sequence
 
 

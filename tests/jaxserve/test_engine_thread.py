@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from jaxserve import EngineDeadError, RequestError, RequestOutput, RequestOutputKind, SamplingParams
+from jaxserve.api.errors import DeadlineError, RequestFailedError
 from jaxserve.async_llm import EventLoopSink
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.stream import Stream, deadline_after
-from jaxserve.errors import DeadlineError, RequestFailedError
 from tests.jaxserve.fake_engine import DELTA, PATIENCE_S, FakeEngine, make_request, start_loop
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.api.errors import ConfigError
+from jaxserve.api.metric_types import prometheus_text
 from jaxserve.engine.expert_load import ExpertLoad
-from jaxserve.errors import ConfigError
 from jaxserve.layers.expert_load import count_tokens
-from jaxserve.metric_types import prometheus_text
 from tests.random_checkpoint import write_checkpoint
 
 torch = pytest.importorskip("torch")

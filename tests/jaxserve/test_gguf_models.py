@@ -18,11 +18,11 @@ from checkpoints.quantized.gguf_types import TYPES
 from checkpoints.quantized.planes import Planes
 from checkpoints.tensor_info import whole_index
 from jaxserve import LLM, SamplingParams
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.errors import ConfigError, UnsupportedModelError
 from jaxserve.cli import main
-from jaxserve.config import EngineConfig
 from jaxserve.engine.model_defaults import find_tokenizer
-from jaxserve.errors import ConfigError, UnsupportedModelError
-from jaxserve.lab.plan import read_model
+from jaxserve.lab.plan.plan import read_model
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.models.loading import read_model_config
 from jaxserve.text.gguf_tokenizer import load_model_tokenizer

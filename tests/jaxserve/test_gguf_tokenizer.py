@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.text.gguf_splits import SPLITTINGS
 from jaxserve.text.gguf_tokenizer import load_model_tokenizer
 from jaxserve.text.tokenizer import Tokenizer

@@ -13,10 +13,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.errors import ConfigError
 from jaxserve.device.build import EnginePlan
 from jaxserve.engine.model_defaults import check_parsers, eos_token_ids, reasoning_markers
-from jaxserve.errors import ConfigError
 from jaxserve.parsers import MessageDelta, MessageParser, ParsedMessage, chosen_reasoning
 from jaxserve.structured_output.constraints import ThinkingBudget
 from jaxserve.structured_output.reasoning import AfterReasoning, find_reasoning

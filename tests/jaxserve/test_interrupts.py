@@ -15,14 +15,14 @@ from tqdm import tqdm
 
 import jaxserve
 from jaxserve import LLM, BeamSearchParams, EngineDeadError, SamplingParams
+from jaxserve.api.errors import EngineBusyError
 from jaxserve.device.runner import LocalRunner, PendingStep
 from jaxserve.device.stage import Stage
-from jaxserve.engine import resharding
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.signal_delay import SignalDelay
 from jaxserve.engine.step_guard import StepGuard
-from jaxserve.errors import EngineBusyError
+from jaxserve.reshard import resharding
 from jaxserve.scheduling.scheduler import Scheduler
 from tests.random_checkpoint import LLAMA, write_checkpoint_with_tokenizer
 

@@ -3,9 +3,9 @@
 import pytest
 
 from jaxserve import EngineConfig
+from jaxserve.api.errors import ConfigError
 from jaxserve.device.build import plan_engine
 from jaxserve.device.sharded_model import ShardedModel
-from jaxserve.errors import ConfigError
 from pallas_kernels import UnsupportedKernelError, linear_native, native_library, qkv_write_native, truncation_xla
 
 needs_native = pytest.mark.skipif(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, MemoryPlanError, SamplingParams
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
 from jaxserve.device.build import plan_engine
 from jaxserve.models.loading import load_model
 from jaxserve.scheduling.context_pages import ContextPages

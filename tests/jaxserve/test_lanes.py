@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, PoolingParams, RequestOutput, SamplingParams
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.request import parse_prompt
 from jaxserve.device.build import plan_engine
 from jaxserve.engine.model_defaults import find_tokenizer
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import assemble_engine
-from jaxserve.request import parse_prompt
 from jaxserve.scheduling.plan_codec import decode_plans
 from jaxserve.scheduling.scheduler import Scheduler
 from sharding import get_layout

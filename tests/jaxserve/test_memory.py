@@ -16,8 +16,9 @@ import jax
 import pytest
 from hypothesis import strategies as st
 
-from jaxserve import LLM, MemoryPlanError, config_checks
-from jaxserve.config import EngineConfig
+from jaxserve import LLM, MemoryPlanError
+from jaxserve.api import config_checks
+from jaxserve.api.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compiling import use_compilation_cache
 from jaxserve.device.memory import (

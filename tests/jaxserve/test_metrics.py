@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from jaxserve import SamplingParams
+from jaxserve.api.metric_types import HELP, Counter, Distribution, Gauge, Histogram, Metric, prometheus_text
+from jaxserve.api.request import Request
 from jaxserve.engine.metrics import FINISH_REASONS, EngineMetrics
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.metric_types import HELP, Counter, Distribution, Gauge, Histogram, Metric, prometheus_text
-from jaxserve.request import Request
 from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.sequence import Sequence
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import transformers
 
-from jaxserve.errors import ConfigError, UnsupportedModelError
+from jaxserve.api.errors import ConfigError, UnsupportedModelError
 from jaxserve.layers.decoder import RMSNormLayer
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.sparse_mlp import ClampedSwiGLU

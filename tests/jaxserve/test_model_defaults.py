@@ -8,10 +8,10 @@ from unittest.mock import Mock
 import pytest
 
 from jaxserve import SamplingParams
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.errors import ConfigError
 from jaxserve.device.build import EnginePlan
 from jaxserve.engine.model_defaults import default_sampling_params, eos_token_ids, generation_defaults
-from jaxserve.errors import ConfigError
 from jaxserve.models.registry import FAMILIES, config_from_hf
 from jaxserve.text.tokenizer import Tokenizer
 from tests.random_checkpoint import DEEPSEEK, LLAMA

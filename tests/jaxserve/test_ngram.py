@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve import LLM, AsyncLLM, CompletionOutput, ConfigError, RequestOutput, RequestOutputKind, SamplingParams
-from jaxserve.request import Request
+from jaxserve.api.request import Request
 from jaxserve.scheduling import drafts
 from jaxserve.scheduling.drafts import make_proposer
 from jaxserve.scheduling.ngram import NgramProposer

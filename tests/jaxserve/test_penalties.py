@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.api.sampling_options import OptionValues
 from jaxserve.device.slots import TokenMasks
 from jaxserve.device.state_updates import slot_row
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables, adjust, counted
-from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import Sampling, SlotMask, SlotSetup
 from jaxserve.scheduling.row_starts import RowStarts
 from tests.plan_rows import decode_rows, make_plan

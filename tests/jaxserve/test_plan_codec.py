@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.sampling_options import SAMPLING_OPTIONS, OptionValues
+from jaxserve.api.sampling_options import SAMPLING_OPTIONS, OptionValues
 from jaxserve.scheduling.plan import (
     ChunkPooling,
     ChunkTargets,

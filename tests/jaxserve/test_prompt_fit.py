@@ -3,8 +3,8 @@
 import pytest
 
 from jaxserve import RequestError, SamplingParams
+from jaxserve.api.request import parse_prompt
 from jaxserve.engine.admission import fit_max_tokens, truncate_prompt
-from jaxserve.request import parse_prompt
 
 PROMPT = [*range(10)]
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from checkpoints import CheckpointError, convert, open_checkpoint
 from checkpoints.tensor_info import whole_index
 from jaxserve import LLM, SamplingParams
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.models.loading import check_weights, load_weights, read_model_config
 from tests.quantized_cases import CASES, Case
 from tests.quantized_files import quantize, write_mxfp4

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.errors import ConfigError
-from jaxserve.parsers import MessageParser, ParsedMessage, last_message, reasoning_parser, starts_in_reasoning
+from jaxserve.api.chat_messages import last_message
+from jaxserve.api.errors import ConfigError
+from jaxserve.parsers import MessageParser, ParsedMessage, reasoning_parser, starts_in_reasoning
 from jaxserve.parsers.source import MAX_HELD_LENGTH, Source
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "</think>"}}\n</tool_call>'

@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.request import parse_prompt
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.build import plan_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.model_defaults import find_tokenizer
 from jaxserve.engine.offline import OfflineRunner
 from jaxserve.engine.startup import assemble_engine, start_engine
-from jaxserve.outputs import RequestOutput
-from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import parse_prompt
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import ON_DEVICE, StepPlan
 from jaxserve.scheduling.plan_codec import decode_plans, encode_plans
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores

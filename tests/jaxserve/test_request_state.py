@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxserve import CompletionOutput, FlatLogprobs, RequestOutput, RequestOutputKind, SamplingParams
+from jaxserve.api.errors import RequestFailedError
+from jaxserve.api.outputs import RequestMetrics
+from jaxserve.api.request import Request
 from jaxserve.engine.request_state import RequestState, Sample, logprob_entry, sample_entry
-from jaxserve.errors import RequestFailedError
-from jaxserve.outputs import RequestMetrics
-from jaxserve.request import Request
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.endings import Ending, find_stop_string
 from jaxserve.scheduling.plan_draft import ScoredChunk

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.api.sampling_options import OptionValues
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import StepResult
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.stage import Stage, step_keys
 from jaxserve.device.state_updates import COPY_CAPACITY, copy_arrays
-from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, PageGrant, Sampling, SlotMask, SlotSetup, StepPlan
 from tests.plan_rows import Row, decode_rows, make_plan
 from tests.sampler_rows import mask_of

@@ -11,7 +11,7 @@ import pytest
 from jax.extend.random import threefry_2x32
 from scipy import stats
 
-from jaxserve.config_checks import LOGPROBS_MODES
+from jaxserve.api.config_checks import LOGPROBS_MODES
 from jaxserve.sampling import draw
 from jaxserve.sampling.logprobs import MAX_LOGPROBS, token_logprobs
 from jaxserve.sampling.penalties import SamplerInputs

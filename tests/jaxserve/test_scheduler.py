@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.outputs import FinishReason
-from jaxserve.sampling_options import OptionValues
+from jaxserve.api.outputs import FinishReason
+from jaxserve.api.sampling_options import OptionValues
+from jaxserve.api.structured_params import RepetitionDetectionParams
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, Sampling, SchedulerLimits, StepPlan
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
-from jaxserve.structured_params import RepetitionDetectionParams
 from tests.plan_rows import Row, rows_of
 from tests.sequences import make_sequence as a_sequence
 from tests.sequences import name_of

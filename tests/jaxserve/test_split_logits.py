@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jaxtyping import Array, Float, Int
 
+from jaxserve.api.sampling_options import OptionValues
 from jaxserve.layers.parallel import VOCAB_BLOCK, Parallel
 from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxserve.sampling.penalties import IN_PROMPT, SamplerInputs, SlotTables
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS, SamplerSettings, sample
 from jaxserve.sampling.vocab_split import VocabSplit
-from jaxserve.sampling_options import OptionValues
 from pallas_kernels import argmax_native, argmax_xla
 from pallas_kernels.argmax import ArgmaxKernel
 from sharding import MeshShape, get_layout, make_mesh

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.api.sampling_options import OptionValues
 from jaxserve.device.batch import build
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.runner import LocalRunner
@@ -19,7 +20,6 @@ from jaxserve.device.stage import Stage, num_programs
 from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.sampling.sampler import VARIANTS
-from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import PageGrant, Sampling, SlotMask, SlotSetup, StepPlan
 from tests.plan_rows import Row, decode_rows, make_plan
 from tests.sampler_rows import mask_of

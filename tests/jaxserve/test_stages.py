@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, ConfigError, PoolingParams, RequestOutput, SamplingParams
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_hidden, trace_step

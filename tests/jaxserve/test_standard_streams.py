@@ -17,12 +17,15 @@ import jaxserve
 from checkpoints import convert
 from checkpoints.errors import CheckpointError
 from jaxserve import cli, standard_streams
-from jaxserve.bench import accuracy, latency, serve_files, startup, throughput
-from jaxserve.bench.serve_records import BenchServeError
-from jaxserve.errors import ConfigError, DeadlineError
-from jaxserve.lab import compare, plan_command, show
+from jaxserve.api.errors import ConfigError, DeadlineError
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.bench import accuracy, latency, startup, throughput
+from jaxserve.bench.serve import files as serve_files
+from jaxserve.bench.serve.records import BenchServeError
+from jaxserve.lab.compare import compare
 from jaxserve.lab.hardware import DEVICES
-from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.lab.plan import command as plan_command
+from jaxserve.lab.show import show
 
 FULL = "/dev/full"
 KINDS = [(kind, is_buffered) for kind in ("pipe", "full") for is_buffered in (True, False)]

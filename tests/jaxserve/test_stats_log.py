@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from jaxserve.api.metric_types import Counter, Gauge, Metric
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.metric_types import Counter, Gauge, Metric
 
 
 class Clock:

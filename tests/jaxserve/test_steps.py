@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxserve.api.sampling_options import OptionValues
 from jaxserve.device.batch import build
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.runner_interface import StepResult
@@ -24,7 +25,6 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.registry import build_model
-from jaxserve.sampling_options import OptionValues
 from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Sampling, SlotSetup, StepPlan
 from sharding.plan import (
     bytes_per_device,

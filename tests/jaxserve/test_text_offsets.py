@@ -9,12 +9,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import normalizers, processors
 
+from jaxserve.api.outputs import CompletionOutput
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_checks import RequestOutputKind
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.outputs import CompletionOutput
-from jaxserve.request import Request
 from jaxserve.sampling.logprobs import TokenLogprobs
-from jaxserve.sampling_checks import RequestOutputKind
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.server.http_api.logprobs import chat_logprobs, completion_logprobs
 from jaxserve.server.proto_codec import completion_from_proto, completion_to_proto

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, processors
 
-from jaxserve.errors import ConfigError, RequestError
+from jaxserve.api.errors import ConfigError, RequestError
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 REFERENCES = (

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.errors import ConfigError, RequestError
 from jaxserve.cli_arguments import field_docs
-from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError, RequestError
 from jaxserve.parsers import (
     MessageDelta,
     MessageParser,

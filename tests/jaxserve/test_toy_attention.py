@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM, ConfigError, SamplingParams
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
 from jaxserve.device.build import plan_engine
 from jaxserve.models import registry
 from jaxserve.models.causal_lm import CausalLM

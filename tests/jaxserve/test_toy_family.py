@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from checkpoints import CheckpointError
 from jaxserve import LLM, ConfigError, SamplingParams
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
 from jaxserve.device.build import load_params, plan_engine
 from jaxserve.models import registry
 from jaxserve.models.loading import load_model

@@ -13,7 +13,7 @@ from checkpoints import CheckpointError, TensorInfo, TensorRecipe, check_recipes
 from checkpoints.quantized.reader import logical_names
 from checkpoints.quantized.registry import format_for
 from checkpoints.quantized.settings import read_settings
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.layers.parallel import Parallel, Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model, tensor_parallel_sizes
 from jaxserve.models.decoder import DecoderConfig

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxserve.api.errors import ConfigError
 from jaxserve.device.batch import build
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.slots import Slots
 from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.device.steps import attention_settings
-from jaxserve.errors import ConfigError
 from jaxserve.layers.expert_dispatch import exchange_capacity
 from jaxserve.layers.sparse_mlp import Routing
 from jaxserve.models.registry import FAMILIES

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.errors import SHUT_DOWN, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
-from jaxserve.outputs import RequestOutput
+from jaxserve.api.errors import SHUT_DOWN, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
+from jaxserve.api.outputs import RequestOutput
 from jaxserve.server.wire import (
     MAX_FROM_ENGINE_BYTES,
     FrameError,

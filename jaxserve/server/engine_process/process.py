@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from checkpoints import CheckpointError
-from jaxserve.config import SERVING_DEFAULTS, EngineConfig
+from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
+from jaxserve.api.errors import ConfigError, JaxserveError
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.model_defaults import generation_defaults
-from jaxserve.engine.resharding import Resharder
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.errors import ConfigError, JaxserveError
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.reshard.resharding import Resharder
 from jaxserve.server.engine_process.outbox import Outbox
 from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
 from jaxserve.server.proto.jaxserve.v1 import model_pb2

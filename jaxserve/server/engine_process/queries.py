@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
+from jaxserve.api.errors import RequestError, RequestFailedError
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.startup import StartedEngine
-from jaxserve.errors import RequestError, RequestFailedError
 from jaxserve.server.converted_tokens import check_converted
 from sharding import LAYOUTS
 

@@ -5,12 +5,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from jaxserve.api.errors import EngineDeadError
+from jaxserve.api.outputs import RequestOutput
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import StartedEngine
 from jaxserve.engine.stream import Stream
-from jaxserve.errors import EngineDeadError
-from jaxserve.outputs import RequestOutput
 from jaxserve.server.engine_process.outbox import Outbox, SocketSink, own_error
 from jaxserve.server.engine_process.queries import Future, Queries
 from jaxserve.server.wire import (

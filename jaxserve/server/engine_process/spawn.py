@@ -5,8 +5,8 @@ import logging
 import socket
 import sys
 
+from jaxserve.api.errors import ConfigError
 from jaxserve.child_process import child_environment
-from jaxserve.errors import ConfigError
 
 _STDERR = 2
 

@@ -5,12 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from jaxserve.errors import DeadlineError, EngineDeadError, RequestError
-from jaxserve.field_checks import token_ids
-from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.errors import DeadlineError, EngineDeadError, RequestError
+from jaxserve.api.field_checks import token_ids
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.parsers import MessageDelta
-from jaxserve.request import Request
-from jaxserve.sampling_checks import RequestOutputKind
 from jaxserve.server.chat import ChatParser, chat_request, check_variables
 from jaxserve.server.frontend import Frontend, sampling_params
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 
-from jaxserve.errors import DeadlineError, JaxserveError, RequestError
+from jaxserve.api.errors import DeadlineError, JaxserveError, RequestError
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.errors import PermissionDeniedError, UnavailableError, status_of
 from jaxserve.server.frontend import new_request_id

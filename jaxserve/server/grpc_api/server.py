@@ -11,7 +11,7 @@ from google.protobuf.internal import api_implementation
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jaxserve.errors import ConfigError
+from jaxserve.api.errors import ConfigError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.generation import GenerationServicer
 from jaxserve.server.grpc_api.interceptor import CallInterceptor, Context

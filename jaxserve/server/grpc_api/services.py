@@ -3,8 +3,8 @@
 import contextlib
 from collections.abc import Callable, Mapping
 
-from jaxserve.errors import RequestError
-from jaxserve.metric_types import Gauge
+from jaxserve.api.errors import RequestError
+from jaxserve.api.metric_types import Gauge
 from jaxserve.server.chat import chat_arguments
 from jaxserve.server.converted_tokens import check_converted
 from jaxserve.server.errors import NotImplementedRequestError

@@ -6,10 +6,10 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from jaxserve.chat_messages import check_messages, part_text
-from jaxserve.errors import RequestError
-from jaxserve.field_checks import flag, text
-from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.chat_messages import check_messages, part_text
+from jaxserve.api.errors import RequestError
+from jaxserve.api.field_checks import flag, text
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.parsers import MessageDelta, ParsedMessage
 from jaxserve.server.chat import chat_request, check_variables
 from jaxserve.server.errors import NotImplementedRequestError

@@ -6,9 +6,9 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from jaxserve.errors import RequestError
-from jaxserve.field_checks import flag
-from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.errors import RequestError
+from jaxserve.api.field_checks import flag
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.server.frontend import sampling_params
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check, limited, prompts, refused

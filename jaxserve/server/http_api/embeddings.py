@@ -10,10 +10,10 @@ from typing import Any
 
 from starlette.responses import Response
 
-from jaxserve.errors import RequestFailedError
-from jaxserve.field_checks import flag
-from jaxserve.pooling_params import PoolingParams
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.errors import RequestFailedError
+from jaxserve.api.field_checks import flag
+from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check, limited, one_of, prompts
 from jaxserve.server.http_api.generation import (

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxserve.errors import JaxserveError
+from jaxserve.api.errors import JaxserveError
 from jaxserve.server.auth import Caller
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.fields import Check, read_fields, read_json

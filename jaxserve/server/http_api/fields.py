@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxserve.errors import RequestError
-from jaxserve.field_checks import integer, text, token_ids
+from jaxserve.api.errors import RequestError
+from jaxserve.api.field_checks import integer, text, token_ids
 
 Check = Callable[[str, Any], Any]
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxserve.errors import RequestError
-from jaxserve.field_checks import flag, text
-from jaxserve.outputs import RequestOutput
-from jaxserve.request import MAX_PRIORITY, Request
-from jaxserve.sampling_options import SAMPLING_OPTIONS
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.errors import RequestError
+from jaxserve.api.field_checks import flag, text
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.request import MAX_PRIORITY, Request
+from jaxserve.api.sampling_options import SAMPLING_OPTIONS
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.frontend import Frontend, new_request_id
 from jaxserve.server.http_api.endpoint import LABEL, HttpCall

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.logprobs import Logprob, PromptLogprobs, SampleLogprobs
+from jaxserve.api.logprobs import Logprob, PromptLogprobs, SampleLogprobs
 
 LEAST_LOGPROB = -9999.0
 

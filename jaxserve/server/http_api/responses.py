@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Send
 
-from jaxserve.errors import JaxserveError
+from jaxserve.api.errors import JaxserveError
+from jaxserve.api.text_files import escape_line_ends
 from jaxserve.server.errors import status_of
-from jaxserve.text_files import escape_line_ends
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from starlette.responses import HTMLResponse, Response
 
-from jaxserve.errors import JaxserveError
-from jaxserve.metric_types import Metric
+from jaxserve.api.errors import JaxserveError
+from jaxserve.api.metric_types import Metric
 from jaxserve.server.errors import UnknownModelError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.endpoint import HttpCall

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from starlette.responses import Response
 
-from jaxserve.field_checks import flag, text, token_ids
+from jaxserve.api.field_checks import flag, text, token_ids
 from jaxserve.server.chat import chat_arguments
 from jaxserve.server.converted_tokens import check_converted
 from jaxserve.server.http_api.chat import CONVERSATION_FIELDS

@@ -6,13 +6,13 @@ import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from jaxserve.errors import RequestError
-from jaxserve.logprobs import Logprob
-from jaxserve.metric_types import Metric
-from jaxserve.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
-from jaxserve.request import Request
-from jaxserve.sampling_checks import RequestOutputKind
-from jaxserve.sampling_params import check_against
+from jaxserve.api.errors import RequestError
+from jaxserve.api.logprobs import Logprob
+from jaxserve.api.metric_types import Metric
+from jaxserve.api.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_checks import RequestOutputKind
+from jaxserve.api.sampling_params import check_against
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.frontend import Frontend, ParserNames, sampling_params

@@ -12,10 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from jaxserve.client import AdminClient, AsyncClient, Client, Prompt
-from jaxserve.client.failures import error_of
-from jaxserve.client.requests import generate_request
-from jaxserve.errors import (
+from jaxserve.api.errors import (
     DeadlineError,
     EngineDeadError,
     JaxserveError,
@@ -23,8 +20,11 @@ from jaxserve.errors import (
     RequestError,
     RequestFailedError,
 )
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.client import AdminClient, AsyncClient, Client, Prompt
+from jaxserve.client.failures import error_of
+from jaxserve.client.requests import generate_request
 from jaxserve.parsers.message import MessageDelta, ParsedMessage
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.errors import (
     NotImplementedRequestError,
     PermissionDeniedError,

@@ -8,10 +8,10 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from jaxserve.api.errors import ConfigError, RequestError
 from jaxserve.client import AdminClient, AsyncClient, Client
 from jaxserve.client.channel import call_metadata
 from jaxserve.client.requests import chat_request, conversation, generate_request, token_id_list
-from jaxserve.errors import ConfigError, RequestError
 from tests.grpc_servers import run, serving
 
 USER = {"role": "user", "content": "Hi"}

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import grpc
 import pytest
 
+from jaxserve.api.errors import JaxserveError
 from jaxserve.client import AsyncClient
-from jaxserve.errors import JaxserveError
 from tests.grpc_servers import Serving, run, serving
 
 USER = {"role": "user", "content": "Hi"}

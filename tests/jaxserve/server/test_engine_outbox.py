@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from jaxserve import EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
+from jaxserve.api.errors import JaxserveError, OverloadedError, RequestFailedError
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stream import Stream
-from jaxserve.errors import JaxserveError, OverloadedError, RequestFailedError
 from jaxserve.server.engine_process.outbox import Outbox, SocketSink
 from jaxserve.server.wire import HEADER, FromEngine, Heartbeat, Outputs, QueryResult, unpack
 from tests.jaxserve.fake_engine import DELTA, PATIENCE_S, FakeEngine, make_request, start_loop

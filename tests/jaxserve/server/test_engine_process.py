@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from jaxserve import ConfigError, EngineDeadError, JaxserveError, RequestError, RequestOutput, SamplingParams
-from jaxserve.errors import DeadlineError, OverloadedError, RequestFailedError
-from jaxserve.outputs import CompletionOutput
-from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import Request
-from jaxserve.sampling_checks import RequestOutputKind
+from jaxserve.api.errors import DeadlineError, OverloadedError, RequestFailedError
+from jaxserve.api.outputs import CompletionOutput
+from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError

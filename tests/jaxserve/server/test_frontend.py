@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxserve import RequestError, SamplingParams
-from jaxserve.request import Request
+from jaxserve.api.request import Request
 from jaxserve.server.auth import Caller
 from jaxserve.server.errors import UnknownModelError
 from jaxserve.server.frontend import Frontend, new_request_id

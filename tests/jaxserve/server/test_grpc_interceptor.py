@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from jaxserve.errors import DeadlineError
+from jaxserve.api.errors import DeadlineError
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.grpc_api.interceptor import CallInterceptor
 from jaxserve.server.ledger import Ledger

@@ -19,8 +19,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.api.errors import ConfigError, OverloadedError
 from jaxserve.client import AsyncClient
-from jaxserve.errors import ConfigError, OverloadedError
 from jaxserve.server.auth import Authenticator
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.server import GENERATION, MAX_METADATA_BYTES, GrpcServer

@@ -7,8 +7,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from jaxserve.engine.resharding import ReshardReport
-from jaxserve.errors import RequestError
+from jaxserve.api.errors import RequestError
+from jaxserve.reshard.resharding import ReshardReport
 from jaxserve.server.auth import Caller
 from jaxserve.server.frontend import ParserNames
 from jaxserve.server.proto.jaxserve.v1 import (

@@ -9,9 +9,9 @@ import pytest
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from jaxserve.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, RequestFailedError
-from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.request import Request
+from jaxserve.api.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, RequestFailedError
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.request import Request
 from jaxserve.server.errors import UnavailableError, status_of
 from jaxserve.server.grpc_api.statuses import MAX_MESSAGE_BYTES, field_path, rich_status
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2, tokenization_pb2_grpc

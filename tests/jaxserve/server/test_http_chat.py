@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.outputs import RequestOutput
-from jaxserve.request import Request
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.request import Request
 from jaxserve.server.frontend import ParserNames
 from jaxserve.text.content_format import convert_content
 from tests.jaxserve.server.http_fakes import CHAT, Answer, FakeEngine, make_server

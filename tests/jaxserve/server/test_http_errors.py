@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.routing import Route
 
-from jaxserve.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, RequestFailedError
+from jaxserve.api.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, RequestFailedError
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import ParserNames
 from jaxserve.server.http_api.fields import MAX_NESTING

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import pytest
 import uvicorn
 
-from jaxserve.errors import ConfigError
-from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.request import Request
+from jaxserve.api.errors import ConfigError
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.request import Request
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_api.app import RequestLabels
 from jaxserve.server.http_listener import http_listening

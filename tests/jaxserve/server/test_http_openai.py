@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.errors import OverloadedError, RequestFailedError
+from jaxserve.api.errors import OverloadedError, RequestFailedError
 from jaxserve.server.frontend import ParserNames
 from tests.jaxserve.server.http_fakes import CHAT, FakeEngine, Server, make_server
 from tests.jaxserve.server.threaded_server import threaded_server

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import jaxserve
-from jaxserve.errors import EngineDeadError
+from jaxserve.api.errors import EngineDeadError
 from tests.jaxserve.server.http_fakes import CHAT, FakeEngine, make_server
 
 

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from jaxserve.errors import OverloadedError, RequestError
+from jaxserve.api.errors import OverloadedError, RequestError
 from jaxserve.server.auth import Caller
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.ledger import Ledger

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from jaxserve import EngineDeadError, RequestOutput
-from jaxserve.errors import DeadlineError
-from jaxserve.logprobs import Logprob
-from jaxserve.outputs import CompletionOutput, RequestMetrics
+from jaxserve.api.errors import DeadlineError
+from jaxserve.api.logprobs import Logprob
+from jaxserve.api.outputs import CompletionOutput, RequestMetrics
 from jaxserve.server.output_collector import OutputCollector
 
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from jaxserve.logprobs import FlatLogprobs, Logprob
-from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.logprobs import FlatLogprobs, Logprob
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.server.packed_logprobs import MAX_ENTRIES_ON_LOOP, PackedLogprobs, write_output
 from jaxserve.server.wire import HEADER, Output, Outputs, pack, unpack
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.errors import (
+from jaxserve.api.errors import (
     DeadlineError,
     EngineDeadError,
     JaxserveError,
@@ -15,8 +15,8 @@ from jaxserve.errors import (
     RequestError,
     RequestFailedError,
 )
-from jaxserve.request import Request
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.server.errors import OUTCOMES, NotImplementedRequestError, UnavailableError, UnknownModelError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.request_log import RequestLog, outcome_of

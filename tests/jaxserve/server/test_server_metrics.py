@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError
-from jaxserve.metric_types import Counter, Metric
+from jaxserve.api.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError
+from jaxserve.api.metric_types import Counter, Metric
 from jaxserve.server import metrics
 from jaxserve.server.auth import Caller
 from jaxserve.server.errors import OUTCOMES, UnavailableError

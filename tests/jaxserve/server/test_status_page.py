@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from jaxserve.errors import EngineDeadError, RequestFailedError
-from jaxserve.metric_types import Counter, Gauge, Metric
+from jaxserve.api.errors import EngineDeadError, RequestFailedError
+from jaxserve.api.metric_types import Counter, Gauge, Metric
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.app import make_app
 from jaxserve.server.http_api.status import content_security_policy

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import pytest
 
+from jaxserve.api.errors import ConfigError
 from jaxserve.client import AsyncClient
-from jaxserve.errors import ConfigError
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tls import make_grpc_credentials, make_ssl_context, watch_files

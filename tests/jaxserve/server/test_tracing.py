@@ -12,9 +12,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from jaxserve.errors import ConfigError, DeadlineError, RequestError
-from jaxserve.outputs import RequestMetrics
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.errors import ConfigError, DeadlineError, RequestError
+from jaxserve.api.outputs import RequestMetrics
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tracing import make_tracer, remember_trace, remembered_headers, time_attributes
 from tests.observed_engine import ANSWER, ObservedEngine, make_frontend, read_all

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from jaxserve import ConfigError, EngineDeadError, JaxserveError, MemoryPlanError, RequestError, SamplingParams
-from jaxserve.errors import DeadlineError, OverloadedError, RequestFailedError
-from jaxserve.metric_types import Counter, Gauge, Histogram, Metric
-from jaxserve.pooling_params import PoolingParams
-from jaxserve.request import Request
-from jaxserve.sampling_checks import RequestOutputKind
+from jaxserve.api.errors import DeadlineError, OverloadedError, RequestFailedError
+from jaxserve.api.metric_types import Counter, Gauge, Histogram, Metric
+from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_checks import RequestOutputKind
+from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.wire import (
     HEADER,
@@ -27,7 +28,6 @@ from jaxserve.server.wire import (
     sendable_error,
     unpack,
 )
-from jaxserve.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
 DELTA = SamplingParams(output_kind=RequestOutputKind.DELTA)
 

@@ -1,0 +1,216 @@
+"""Settings of an engine: vLLM's names and defaults, checked before anything is loaded."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxserve.api.config_checks import check_settings, parse_length, parse_mesh
+from jaxserve.api.vllm_arguments import SERVER_ONLY, log_ignored
+from jaxserve.api.vllm_engine_arguments import NO_EFFECT, REFUSED
+
+SERVING_DEFAULTS = MappingProxyType({"disable_log_stats": False})
+"""Settings whose defaults for serving engines differ from those of ``LLM``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of an engine. ``None`` means: chosen for the model and the device, and logged at start-up.
+
+    Attributes:
+        model: Directory, ``.gguf`` file, hub id, or ``demo`` for the model included in the package.
+        runner: ``generate`` or ``pooling``: embeddings alone, without the weights of the output head, and requests for
+            completions are refused. ``auto`` does both, or ``pooling`` for a checkpoint without a head.
+        convert: ``embed`` means ``runner="pooling"``, the only one of vLLM's conversions here; ``auto`` and ``none``
+            change nothing.
+        tokenizer: Directory, ``.gguf`` file or hub id of the tokenizer; None uses the model's.
+        tokenizer_mode: ``auto`` reads tokenizer.json, or tokenizer.model with the sentencepiece library; ``hf`` always
+            uses transformers, ``slow`` sentencepiece if there is a tokenizer.model, else transformers. All add the BOS
+            and EOS that ``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json ask for, which transformers 5
+            does not beside a tokenizer.json.
+        trust_remote_code: Accepted for compatibility; remote code is never run.
+        hf_token: Access token for the hub.
+        revision: Revision of the model on the hub.
+        tokenizer_revision: Revision of the tokenizer on the hub.
+        download_dir: Directory for downloads.
+        load_format: ``safetensors`` or ``pt`` (pytorch_model.bin) reads only such files, ``auto`` also Orbax: the first
+            that has the model's tensors. ``dummy`` fills the weights with small random numbers and needs no files.
+        quantization: Method that the checkpoint's weights must be quantized with, such as ``awq``, ``gptq`` or ``fp8``;
+            None: what the checkpoint says. Weights that are not stored quantized are not quantized when they are
+            loaded.
+        hf_overrides: Values that replace those of ``config.json``.
+        generation_config: Source of default sampling parameters: ``auto`` reads the model's generation_config.json,
+            ``vllm`` uses none, anything else is a directory with that file. ``max_new_tokens`` in such a directory also
+            limits every request of a server; the model's own is only a default.
+        override_generation_config: Default sampling parameters that replace the file's, such as
+            ``{"temperature": 0.5}``; null removes a value. ``max_new_tokens`` also limits every request of a server.
+        chat_template: A Jinja template, or a file with one, that replaces the model's own.
+        dtype: Element type of the weights; ``auto`` uses the checkpoint's.
+        tensor_parallel_size: Number of devices that each layer is split over.
+        data_parallel_size: Number of replicas of the model, each with its own KV pages and scheduler.
+        pipeline_parallel_size: Number of stages: consecutive layers that run on devices of their own, with hidden
+            states handed from each to the next. A step in one stage overlaps with other steps in the others.
+        stage_layers: Number of layers of each stage, such as ``[10, 11, 11]``; None divides them so that the largest
+            stage is as small as possible in bytes of weights and in multiplications.
+        enable_expert_parallel: Split the experts over the devices of ``tensor_parallel_size``, not the features of each
+            expert.
+        expert_parallel_size: Number of devices that share the experts of a model, in addition to those of
+            ``tensor_parallel_size``, which split the features of each expert. By default they also share the requests:
+            each has its own KV pages and up to ``max_num_seqs`` sequences per step, and all run each step together.
+        mesh: Devices along each axis of the mesh, such as ``data=2,stage=2,tensor=2``, instead of
+            ``data_parallel_size``, ``pipeline_parallel_size``, ``tensor_parallel_size`` and ``expert_parallel_size``;
+            axes that are not named have one device.
+        layout: Name of the sharding layout, ``path.py:NAME`` for one that a local Python file defines (the file is
+            run), or a ``sharding.ShardingLayout``. ``tensor_parallel`` means ``expert_parallel`` with
+            ``enable_expert_parallel``. With ``expert_parallel_size`` it means ``expert_gather``, or
+            ``expert_all_to_all`` if ``deterministic`` is True; ``expert_all_reduce`` gives all devices all requests.
+        seed: Seed of requests without one.
+        gpu_memory_utilization: Fraction of a device's memory to use, in (0, 1].
+        kv_cache_memory_bytes: Bytes of KV pages per device; None uses the remaining memory (on CPUs at most 1 GiB).
+        num_gpu_blocks_override: Number of KV pages, regardless of memory.
+        block_size: Tokens per page, on all devices that share them; None is 64, or the least larger number of which
+            each of these devices can have a multiple of 8.
+        max_model_len: Longest context in tokens; None is the model's own, -1 or ``auto`` the longest that fits.
+        max_num_seqs: Largest number of sequences per step.
+        max_num_batched_tokens: Largest number of query tokens per step.
+        compile_sizes: Batch shapes to compile instead of the default ones: ``{"decode": [2, 64], "mixed": [8192]}``
+            lists rows of decode steps and query tokens of mixed steps (prefill and decode). The largest mixed size must
+            be ``max_num_batched_tokens``; decode steps with more rows than listed run as mixed steps; a missing key
+            keeps the default. Fewer shapes start faster and pad more.
+        enable_chunked_prefill: False computes each prompt in one step, which needs ``max_num_batched_tokens`` of at
+            least ``max_model_len`` (its default then); None and True split prompts over steps.
+        long_prefill_token_threshold: Largest number of tokens of one prompt per step, so that others make progress; 0:
+            no limit.
+        scheduling_policy: ``fcfs`` runs requests in order of arrival, ``priority`` the lowest ``priority`` first.
+        enable_prefix_caching: Keep the pages of finished requests for later requests with the same prefix.
+        deterministic: Make the bits of a greedy or seeded request's results independent of the batch. None: on if
+            native kernels run the whole model, where it is free; elsewhere True makes steps up to three times as slow.
+        speculative_config: Speculative decoding, such as ``{"method": "ngram", "num_speculative_tokens": 4}``: each
+            step verifies at most that many draft tokens per sequence. ``ngram`` proposes the tokens that followed the
+            latest ``prompt_lookup_max`` tokens (or fewer, down to ``prompt_lookup_min``; both 5 by default) where these
+            first occurred in the prompt or the output. With ``deterministic``, completions are bit for bit those
+            without drafts; otherwise drafts affect them no more than other requests in a batch do. Requests with
+            structured outputs or ``min_tokens`` take no drafts.
+        async_scheduling: Launch a step before the tokens of the previous step are known.
+        max_logprobs: Largest number of logprobs per position that a request may ask for; -1 for the whole vocabulary.
+        logprobs_mode: Values of logprobs: ``raw_logprobs`` before masks, penalties and temperature,
+            ``processed_logprobs`` after them, ``raw_logits`` and ``processed_logits`` the logits themselves.
+        logits_processors: Functions that change logits in the step (``LogitsProcessor``), or their ``module:name``.
+        reasoning_parser: Format of the model's reasoning, for ``parse_message`` and ``thinking_token_budget``:
+            deepseek_r1, deepseek_v3, openai_gptoss, qwen3 or think. Structured outputs then start after the reasoning.
+        tool_call_parser: Format of the model's tool calls, for ``parse_message``: deepseek_v3, deepseek_v31, hermes,
+            kimi_k2, llama3_json, llama4_json, llama4_pythonic, mistral, openai, pythonic, qwen3, qwen3_coder or
+            qwen3_xml.
+        attention_backend: Attention kernels: triton, mosaic, jax-triton, native, xla, pallas-interpret or
+            mosaic-interpret; None uses the first that the device supports.
+        kernels: ``native`` (CPU) or ``xla`` forces these kernels for all operations that have both, and fails if they
+            cannot run; None uses the best for each. ``attention_backend`` takes precedence for attention.
+        num_threads: Threads of the native CPU kernels, for the whole process; None uses the CPUs available to the
+            process, or fewer if its cgroup has a quota.
+        expert_load_metrics: Count the tokens routed to each expert, for the metric ``jaxserve:expert_tokens`` and
+            ``LLM.expert_load``. The number is that of groups of consecutive layers that the metric distinguishes, so 1
+            gives a time series per expert. 0: no counting.
+        disable_log_stats: Disable the periodic log line and per-request metrics.
+        compilation_cache_dir: Directory that keeps compiled programs for the next start; empty disables it.
+        warm_up: Run every program once before the engine is ready, so that no request waits for work that XLA delays
+            until a program first runs, such as compiling matmul kernels. Adds 0.01 to 0.15 s to the start with native
+            kernels, and less than 1 s with XLA's on two cores.
+    """
+
+    model: str
+    runner: str = "auto"
+    convert: str = "auto"
+    tokenizer: str | None = None
+    tokenizer_mode: str = "auto"
+    trust_remote_code: bool = False
+    hf_token: str | None = dataclasses.field(default=None, repr=False)
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    download_dir: str | None = None
+    load_format: str = "auto"
+    quantization: str | None = None
+    hf_overrides: dict[str, Any] | None = None
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
+    chat_template: str | None = None
+    dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    stage_layers: list[int] | None = None
+    enable_expert_parallel: bool = False
+    expert_parallel_size: int = 1
+    mesh: str | None = None
+    layout: Any = "tensor_parallel"
+    seed: int = 0
+    gpu_memory_utilization: float = 0.92
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    block_size: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    compile_sizes: dict[str, list[int]] | None = None
+    enable_chunked_prefill: bool | None = None
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    enable_prefix_caching: bool = True
+    deterministic: bool | None = None
+    speculative_config: dict[str, Any] | None = None
+    async_scheduling: bool | None = None
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
+    logits_processors: list[Any] | None = None
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
+    attention_backend: str | None = None
+    kernels: str | None = None
+    num_threads: int | None = None
+    expert_load_metrics: int = 0
+    disable_log_stats: bool = True
+    compilation_cache_dir: str | None = None
+    warm_up: bool = True
+
+    @classmethod
+    def from_arguments(cls, model: str, **arguments: Any) -> "EngineConfig":
+        """Return the settings, from the arguments of ``LLM``.
+
+        The log says which of vLLM's arguments have no effect.
+
+        Raises:
+            ConfigError: An unknown argument (the nearest known one is suggested), one that is not implemented, or a
+                value out of range.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        kept = {name: value for name, value in arguments.items() if name in known}
+        ignored = {name: value for name, value in arguments.items() if name not in known}
+        log_ignored(ignored, {**NO_EFFECT, **SERVER_ONLY}, REFUSED, known)
+        if kept.get("max_model_len") is not None:
+            kept["max_model_len"] = parse_length("max_model_len", kept["max_model_len"])
+        if kept.get("mesh") is not None:
+            parse_mesh(kept["mesh"], kept)
+        return cls(model=model, **kept)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most draft tokens per sequence and step; 0 without speculative decoding."""
+        return 0 if self.speculative_config is None else self.speculative_config["num_speculative_tokens"]
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the engine is for embeddings alone."""
+        return self.runner == "pooling" or self.convert == "embed"
+
+    def __post_init__(self):
+        fields = dataclasses.fields(self)
+        optional = frozenset(field.name for field in fields if field.default is None)
+        for name, value in check_settings(
+            {field.name: getattr(self, field.name) for field in fields}, optional
+        ).items():
+            object.__setattr__(self, name, value)
+
+
+def known_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``LLM`` that are settings, without those of vLLM that have no effect."""
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    return {name: value for name, value in arguments.items() if name in names}

@@ -1,0 +1,284 @@
+"""Checks of ``EngineConfig``, one table per kind of value. Values come from users, so no type is assumed."""
+
+import math
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxserve.api.errors import ConfigError, RequestError
+from jaxserve.api.sampling_params import GENERATION_CONFIG_KEYS, SamplingParams
+
+DTYPES = MappingProxyType(
+    {
+        "auto": "auto",
+        "float32": "float32",
+        "float": "float32",
+        "bfloat16": "bfloat16",
+        "float16": "float16",
+        "half": "float16",
+    }
+)
+
+SCHEDULING_POLICIES = ("fcfs", "priority")
+STEP_KINDS = ("decode", "mixed")
+KERNELS = ("native", "xla")
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+SPECULATIVE_METHODS = MappingProxyType({"ngram": ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")})
+"""Methods of ``speculative_config``, and the further keys of each, which are integers >= 1."""
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
+
+RUNNERS = ("auto", "generate", "pooling")
+CONVERSIONS = ("auto", "none", "embed")
+TOKENIZER_MODES = ("auto", "hf", "slow")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+
+_WHOLE_FIELDS = MappingProxyType(
+    {
+        "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "expert_parallel_size": 1,
+        "num_gpu_blocks_override": 1,
+        "kv_cache_memory_bytes": 1,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 1,
+        "num_threads": 1,
+        "seed": 0,
+        "long_prefill_token_threshold": 0,
+        "expert_load_metrics": 0,
+        "max_logprobs": -1,
+    }
+)
+MESH_FIELDS = MappingProxyType(
+    {
+        "data": "data_parallel_size",
+        "stage": "pipeline_parallel_size",
+        "tensor": "tensor_parallel_size",
+        "expert": "expert_parallel_size",
+    }
+)
+"""The setting that each axis of ``mesh`` stands for."""
+
+_CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "scheduling_policy": SCHEDULING_POLICIES,
+        "logprobs_mode": LOGPROBS_MODES,
+        "kernels": KERNELS,
+        "runner": RUNNERS,
+        "convert": CONVERSIONS,
+        "tokenizer_mode": TOKENIZER_MODES,
+        "load_format": LOAD_FORMATS,
+    }
+)
+_TEXT_FIELDS = (
+    "tokenizer hf_token revision tokenizer_revision download_dir generation_config chat_template "
+    "attention_backend compilation_cache_dir reasoning_parser tool_call_parser quantization"
+).split()
+_TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
+    {
+        "trust_remote_code": bool,
+        "disable_log_stats": bool,
+        "async_scheduling": bool,
+        "enable_prefix_caching": bool,
+        "enable_chunked_prefill": bool,
+        "deterministic": bool,
+        "warm_up": bool,
+        "stage_layers": list,
+        "logits_processors": list,
+        "hf_overrides": dict,
+        "compile_sizes": dict,
+        "speculative_config": dict,
+        "override_generation_config": dict,
+        **dict.fromkeys(_TEXT_FIELDS, str),
+    }
+)
+
+
+def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[str, Any]:
+    """Return all settings after checking them; alternative spellings are converted to the usual one.
+
+    Args:
+        values: Every setting.
+        optional: Names that may be None.
+
+    Raises:
+        ConfigError: A value of the wrong type or out of range.
+    """
+    checked = dict(values)
+    check_type("model", values["model"], str)
+    if not values["model"]:
+        raise ConfigError("model: expected a directory or a hub id, got an empty string")
+    if not isinstance(values["dtype"], str) or values["dtype"] not in DTYPES:
+        raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {values['dtype']!r}")
+    checked["dtype"] = DTYPES[values["dtype"]]
+    given = {name: value for name, value in values.items() if not (name in optional and value is None)}
+    if "max_model_len" in given:
+        checked["max_model_len"] = parse_length("max_model_len", given["max_model_len"])
+    for name, least in _WHOLE_FIELDS.items():
+        if name in given:
+            _check_whole(name, given[name], least)
+    for name, kind in _TYPED_FIELDS.items():
+        if name in given:
+            check_type(name, given[name], kind)
+    for name, choices in _CHOICES.items():
+        if name in given and given[name] not in choices:
+            raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {given[name]!r}")
+    checked |= _sizes_of_mesh(values)
+    _check_runner(values)
+    _check_whole_prompts(checked)
+    _check_numbers(values)
+    _check_generation_config("override_generation_config", given.get("override_generation_config", {}))
+    _check_compile_sizes("compile_sizes", given.get("compile_sizes", {}))
+    checked["speculative_config"] = _check_speculation("speculative_config", values["speculative_config"])
+    return checked
+
+
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    if values["stage_layers"] == []:
+        raise ConfigError("stage_layers: expected the number of layers of each stage, got an empty list")
+    for i, count in enumerate(values["stage_layers"] or ()):
+        _check_whole(f"stage_layers[{i}]", count, 1)
+    size = values["block_size"]
+    if size is not None and (type(size) is not int or size not in BLOCK_SIZES):
+        raise ConfigError(f"block_size: expected 8, 16, 32, 64 or 128 tokens, got {size!r}")
+    share = values["gpu_memory_utilization"]
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"gpu_memory_utilization: expected a number in (0, 1], got {share!r}")
+
+
+def _check_generation_config(name: str, values: Mapping[str, Any]) -> None:
+    known = (*GENERATION_CONFIG_KEYS, "do_sample")
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{name}: expected {', '.join(known)}; got {key!r}")
+        if key == "do_sample" and value is not None:
+            check_type(f"{name}.{key}", value, bool)
+        try:
+            SamplingParams.from_generation_config({key: value})
+        except RequestError as error:
+            raise ConfigError(f"{name}.{key}: {error}") from error
+
+
+def _check_compile_sizes(name: str, values: Mapping[str, Any]) -> None:
+    for kind, sizes in values.items():
+        if kind not in STEP_KINDS:
+            raise ConfigError(f'{name}: expected {{"decode": [...], "mixed": [...]}}, got key {kind!r}')
+        if not isinstance(sizes, list) or not sizes:
+            raise ConfigError(f"{name}.{kind}: expected a list of at least one integer, got {sizes!r}")
+        for i, size in enumerate(sizes):
+            _check_whole(f"{name}.{kind}[{i}]", size, 1)
+
+
+def _check_speculation(name: str, values: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the values without those that are None; None if there are no values."""
+    if values is None:
+        return None
+    given = {key: value for key, value in values.items() if value is not None}
+    method = given.get("method")
+    if method not in tuple(SPECULATIVE_METHODS):
+        raise ConfigError(f"{name}.method: expected one of {', '.join(SPECULATIVE_METHODS)}, got {method!r}")
+    known = SPECULATIVE_METHODS[method]
+    for key in given:
+        if key not in ("method", *known):
+            raise ConfigError(f"{name}: expected method, {', '.join(known)} with method {method!r}; got {key!r}")
+    for key in ("num_speculative_tokens", *(key for key in known if key in given)):
+        _check_whole(f"{name}.{key}", given.get(key), 1)
+    least, most = given.get("prompt_lookup_min", 1), given.get("prompt_lookup_max", math.inf)
+    if least > most:
+        raise ConfigError(f"{name}: prompt_lookup_min={least} must be at most prompt_lookup_max={most}")
+    return given
+
+
+def parse_length(name: str, value: Any) -> int:
+    """Return a number of tokens: an integer, or a string such as ``1k``, ``25.6k``, ``1K`` (1024) or ``auto`` (-1)."""
+    if isinstance(value, str):
+        text = value.strip()
+        if text.lower() == "auto":
+            return -1
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text)
+        if match and len(text) < 20:
+            scale = {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}[match[2]]
+            length = float(match[1]) * scale
+            if length == math.floor(length) and length >= 1:
+                return int(length)
+    elif isinstance(value, int) and not isinstance(value, bool) and (value >= 1 or value == -1):
+        return value
+    raise ConfigError(f"{name}: expected a number of tokens >= 1, such as 4096, '4k' or -1 for auto, got {value!r}")
+
+
+def _sizes_of_mesh(values: Mapping[str, Any]) -> dict[str, int]:
+    """Return the settings that the mesh stands for, if one is given."""
+    if values["mesh"] is None:
+        return {}
+    return parse_mesh(values["mesh"], {name: values[name] for name in MESH_FIELDS.values() if values[name] != 1})
+
+
+def parse_mesh(mesh: str, given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the settings that ``axis=size,axis=size`` stands for; axes that are not named have one device.
+
+    Args:
+        mesh: The text.
+        given: Those of the same settings that are given besides.
+
+    Raises:
+        ConfigError: ``mesh`` has another form, names an unknown axis or one twice, or ``given`` says otherwise.
+    """
+    check_type("mesh", mesh, str)
+    sizes = dict[str, int]()
+    for part in mesh.split(","):
+        axis, _, size = (text.strip() for text in part.partition("="))
+        if axis not in MESH_FIELDS or axis in sizes or not re.fullmatch(r"[1-9]\d{0,5}", size):
+            raise ConfigError(
+                f"mesh: expected a size >= 1 for any of {', '.join(MESH_FIELDS)}, such as 'data=2,tensor=2', "
+                f"got {mesh!r}"
+            )
+        sizes[axis] = int(size)
+    found = {name: sizes.get(axis, 1) for axis, name in MESH_FIELDS.items()}
+    for name, value in given.items():
+        if name in found and value != found[name]:
+            raise ConfigError(f"mesh={mesh!r} means {name}={found[name]}, but {name}={value} is given too; use one")
+    return found
+
+
+def _check_runner(values: Mapping[str, Any]) -> None:
+    runner, convert = values["runner"], values["convert"]
+    if (runner, convert) in (("pooling", "none"), ("generate", "embed")):
+        raise ConfigError(
+            f"runner={runner!r} and convert={convert!r} contradict each other: runner='pooling' needs convert='embed' "
+            "or 'auto', and convert='embed' needs runner='pooling' or 'auto'"
+        )
+
+
+def _check_whole_prompts(values: Mapping[str, Any]) -> None:
+    """Check the limits of steps that compute whole prompts, as far as they are known without the model."""
+    if values["enable_chunked_prefill"] is not False:
+        return
+    tokens, length = values["max_num_batched_tokens"], values["max_model_len"]
+    if values["long_prefill_token_threshold"]:
+        raise ConfigError(
+            f"long_prefill_token_threshold={values['long_prefill_token_threshold']} splits prompts, but "
+            "enable_chunked_prefill=False computes each in one step; set one of them only"
+        )
+    if tokens is not None and isinstance(length, int) and length > tokens:
+        raise whole_prompts_error(tokens, length)
+
+
+def whole_prompts_error(max_num_batched_tokens: int, max_model_len: int) -> ConfigError:
+    """Return the error of steps that are too small for whole prompts."""
+    return ConfigError(
+        f"enable_chunked_prefill=False computes each prompt in one step, but max_num_batched_tokens="
+        f"{max_num_batched_tokens} is less than max_model_len={max_model_len}; use max_num_batched_tokens >= "
+        f"{max_model_len} or max_model_len <= {max_num_batched_tokens}"
+    )
+
+
+def check_type(name: str, value: Any, kind: type) -> None:
+    """Reject a value that is not of a type."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name}: expected {kind.__name__}, got {value!r}")
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name}: expected an integer >= {least}, got {value!r}")

@@ -1,0 +1,1 @@
+"""`jaxserve bench serve`: load for a running server, and what it answers."""

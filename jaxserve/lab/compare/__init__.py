@@ -1,0 +1,1 @@
+"""Layouts and meshes beside each other: planned, then run."""

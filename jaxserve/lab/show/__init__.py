@@ -1,0 +1,1 @@
+"""Drawings of what each device holds and computes."""

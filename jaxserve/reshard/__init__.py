@@ -1,0 +1,1 @@
+"""Moves a running engine to another mesh: weights, cached pages and requests."""

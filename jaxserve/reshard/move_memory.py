@@ -1,0 +1,110 @@
+"""Check that the memory suffices while an engine moves to another mesh."""
+
+import collections
+import math
+
+from jaxserve.api.errors import MemoryPlanError
+from jaxserve.device.build import EnginePlan
+from jaxserve.device.memory import GIB, device_memory_bytes, resident_bytes, usable_fraction
+from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.models.abstract import AbstractModel
+from jaxserve.reshard.page_transfer import page_bytes
+from jaxserve.reshard.resident_weights import move_steps
+from sharding.mesh import Device
+from sharding.plan import bytes_per_device
+
+_LARGEST_COPIES = 3  # of the largest parameter: its old arrays joined, its new part, and the packed new part
+
+
+def host_page_limit(old: EnginePlan, new: EnginePlan, utilization: float) -> int:
+    """Return the number of old pages that host memory has room for while weights move; see ``check_move_memory``."""
+    device = _device(old)
+    if device.platform != "cpu":
+        return sum(stages[0].num_pages * stages[0].num_lanes for stages in old.replicas)
+    free = _free_host_bytes(device, utilization) - _needed_host_bytes(old, new)
+    return max(0, free) // sum(map(page_bytes, old.replicas[0]))
+
+
+def check_move_memory(old: EnginePlan, new: EnginePlan, utilization: float) -> None:
+    """Raise an error unless the weights and pages of the new plan fit while they replace those of the old one.
+
+    Pages go first: those in the prefix cache to the host as far as it has room, then the old pools are freed. Then
+    each parameter moves, and is freed as soon as its new arrays are complete.
+
+    Raises:
+        MemoryPlanError: They do not fit; the message has the sizes.
+    """
+    device = _device(old)
+    total = device_memory_bytes(device)
+    if device.platform == "cpu":
+        needed, free = _needed_host_bytes(old, new), _free_host_bytes(device, utilization)
+        bound = f"{_gib(needed)} more than it frees, but {_gib(max(free, 0))} are free"
+    else:
+        needed, free = max(_peaks(old, new).values()), int(total * usable_fraction(device, utilization))
+        bound = f"{_gib(needed)} on a device, which may use {_gib(free)}"
+    if needed > free:
+        raise MemoryPlanError(
+            f"cannot reshard: moving {_gib(new.needs.weights)} of weights per device, for "
+            f"{_gib(new.models[0].pool_bytes)} of KV pages, needs {bound} (gpu_memory_utilization={utilization} of "
+            f"{_gib(total)}); use a mesh with less per device or fewer replicas"
+        )
+
+
+def _needed_host_bytes(old: EnginePlan, new: EnginePlan) -> int:
+    """Return the bytes that virtual CPU devices and the host need during the move, beyond those in use before it."""
+    before = sum(sharded.mesh.devices.size * (sharded.weight_bytes + _state_bytes(sharded)) for sharded in old.models)
+    return _peaks(old, new, is_shared=True)[None] + _LARGEST_COPIES * _largest(new) - before
+
+
+def _peaks(old: EnginePlan, new: EnginePlan, is_shared: bool = False) -> dict[Device | None, int]:
+    """Return the most bytes of weights and state on each device at any time of the move; None stands for all together
+    if they share their memory. Weights of other old replicas than the first are freed before."""
+    now: collections.Counter[Device | None] = collections.Counter()
+    most: collections.Counter[Device | None] = collections.Counter()
+
+    def add(sharded: ShardedModel, size: int) -> None:
+        for device in sharded.mesh.devices.flat:
+            key = None if is_shared else device
+            now[key] += size
+            most[key] = max(most[key], now[key])
+
+    for sharded in old.replicas[0]:
+        add(sharded, sharded.weight_bytes)
+    for step in move_steps(old.replicas[0], new.replicas[0]):
+        for stages in new.replicas:
+            add(stages[step.new_stage], _bytes(stages[step.new_stage].abstract_model, step.new_path))
+        if step.is_last:
+            source = old.replicas[0][step.old_stage]
+            add(source, -_bytes(source.abstract_model, step.old_path))
+    for sharded in new.models:
+        add(sharded, _state_bytes(sharded))
+    return dict(most)
+
+
+def _state_bytes(sharded: ShardedModel) -> int:
+    """Return the bytes of pages and slots per device."""
+    return sharded.pool_bytes + sharded.slot_state_bytes
+
+
+def _bytes(model: AbstractModel, path: str) -> int:
+    """Return the bytes of a parameter's arrays per device."""
+    structs = [model.params[name] for name in model.logical[path].arrays]
+    return sum(bytes_per_device(each.shape, each.dtype.itemsize, each.sharding) for each in structs)
+
+
+def _largest(plan: EnginePlan) -> int:
+    """Return the bytes of the largest parameter, as it is in checkpoints."""
+    logical = [param for sharded in plan.replicas[0] for param in sharded.abstract_model.logical.values()]
+    return max(math.prod(param.struct.shape) * param.struct.dtype.itemsize for param in logical)
+
+
+def _device(plan: EnginePlan) -> Device:
+    return plan.models[0].mesh.devices.flat[0]
+
+
+def _free_host_bytes(device: Device, utilization: float) -> int:
+    return int(device_memory_bytes(device) * utilization) - resident_bytes()
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,361 @@
+"""Move a running engine to another mesh or layout between two steps.
+
+Plans are checked and programs compiled while the engine serves. Then the steps in flight complete, every running
+sequence is requeued as if preempted, and pages of the prefix cache and weights move. Requests keep their state on the
+host, so they continue with the same tokens; what they lose is at most a page each of computed keys and values, if the
+prefix cache is on.
+"""
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.config_checks import parse_mesh
+from jaxserve.api.errors import ConfigError
+from jaxserve.device.build import EnginePlan, plan_engine
+from jaxserve.device.memory import MemoryLedger, return_freed_memory
+from jaxserve.device.runner import LocalRunner
+from jaxserve.device.runner_interface import Runner
+from jaxserve.device.stage import num_programs
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.signal_delay import SignalDelay
+from jaxserve.engine.startup import (
+    PROCESS_LINE,
+    StartedEngine,
+    join_stages,
+    log_choices,
+    make_ledger,
+    make_replicas,
+    make_stages,
+    short_switch_interval,
+    warm_up_runners,
+)
+from jaxserve.reshard.cache_moves import PageMove, move_cache, newest_pages
+from jaxserve.reshard.move_memory import check_move_memory, host_page_limit
+from jaxserve.reshard.page_transfer import HostPages, PageReader, PageWrite, PageWriter, can_share_pages, page_bytes
+from jaxserve.reshard.resident_weights import check_same_parameters, move_weights
+from jaxserve.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[[Callable[[], Any]], Any]
+"""Calls a function on the thread of an engine's steps, between two steps, and returns its result."""
+Deliver = Callable[[list[RequestState]], object]
+"""Receives, on that thread, the requests that the last steps before a move changed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReshardReport:
+    """What a change of mesh or layout did, and how long it took.
+
+    Attributes:
+        from_mesh: Old size of each mesh axis.
+        to_mesh: New size of each mesh axis.
+        from_layout: Name of the old layout.
+        to_layout: Name of the new layout.
+        num_programs: Number of programs compiled.
+        compile_s: Seconds spent planning, tracing and compiling, while the engine went on.
+        pause_s: Seconds without a step: the sum of ``drain_s``, ``move_s`` and ``warm_up_s``.
+        drain_s: Seconds until the steps in flight were complete.
+        move_s: Seconds spent moving pages and weights.
+        warm_up_s: Seconds spent running every new program once.
+        weight_bytes: Bytes of the weights on all new devices.
+        page_bytes: Bytes of the cached pages written to all new devices.
+        num_pages: Cached pages that a new prefix cache has.
+        num_cached_pages: Cached pages before; those that are not moved had no room, or had the content of others.
+        num_requeued: Running sequences that were requeued.
+        num_recomputed_tokens: Tokens of them whose keys and values are computed again, at most.
+    """
+
+    from_mesh: dict[str, int]
+    to_mesh: dict[str, int]
+    from_layout: str
+    to_layout: str
+    num_programs: int
+    compile_s: float
+    pause_s: float
+    drain_s: float
+    move_s: float
+    warm_up_s: float
+    weight_bytes: int
+    page_bytes: int
+    num_pages: int
+    num_cached_pages: int
+    num_requeued: int
+    num_recomputed_tokens: int
+
+    def __str__(self) -> str:
+        meshes = (" ".join(f"{axis}={size}" for axis, size in mesh.items()) for mesh in (self.from_mesh, self.to_mesh))
+        old, new = meshes
+        return (
+            f"resharded from mesh {old}, layout {self.from_layout} to mesh {new}, layout {self.to_layout}: paused "
+            f"{self.pause_s:.3f} s (drain {self.drain_s:.3f}, move {self.move_s:.3f}, warm-up {self.warm_up_s:.3f}) "
+            f"after compiling {self.num_programs} programs in {self.compile_s:.2f} s; moved "
+            f"{self.weight_bytes / 1e6:.1f} MB of weights and {self.num_pages} of {self.num_cached_pages} cached "
+            f"pages, requeued {self.num_requeued} sequences to recompute at most {self.num_recomputed_tokens} tokens"
+        )
+
+
+class PreparedReshard:
+    """A planned and compiled change of mesh or layout, which ``switch`` makes.
+
+    Args:
+        started: The running engine.
+        config: The new settings.
+        plan: The new plan.
+    """
+
+    def __init__(self, started: StartedEngine, config: EngineConfig, plan: EnginePlan):
+        self._started = started
+        self._config = config
+        self._plan = plan
+        old = started.plan
+        shares = config.enable_prefix_caching and can_share_pages(old.replicas[0], plan.replicas[0])
+        self._stages = make_stages(plan)
+        with short_switch_interval():
+            for stage in self._stages:
+                stage.compile()
+            self._empty_states = [sharded.compile_empty_state() for sharded in plan.models]
+            self._readers = [PageReader(sharded) for sharded in old.models] if shares else []
+            self._writers = [PageWriter(sharded) for sharded in plan.models] if shares else []
+
+    @property
+    def num_programs(self) -> int:
+        """Number of compiled programs."""
+        plan, sharded = self._plan, self._plan.models[0]
+        platform = sharded.mesh.devices.flat[0].platform
+        steps = num_programs(plan.buckets, platform, sharded.is_always_full, plan.num_stages)
+        own = sum(1 + len({*sharded.kv_layout.pools}) for sharded in plan.models)  # zeros, and copies of pages
+        transfers = sum(each.num_programs for each in (*self._readers, *self._writers))
+        return len(plan.replicas) * (steps + 1) + own + transfers
+
+    def switch(self, deliver: Deliver, compile_s: float) -> tuple[StartedEngine, ReshardReport]:
+        """Move the engine; call it on the thread of its steps.
+
+        Args:
+            deliver: See ``Deliver``.
+            compile_s: Seconds that the preparation took, for the report.
+
+        Returns:
+            The engine with its new plan, and what was done.
+
+        Raises:
+            MemoryPlanError: The memory does not suffice; nothing has changed.
+            EngineDeadError: A step or the move failed; the engine has stopped.
+        """
+        engine, old_plan, start_s = self._started.engine, self._started.plan, time.monotonic()
+        check_move_memory(old_plan, self._plan, self._config.gpu_memory_utilization)
+        with engine.guard:
+            deliver(engine.drain())
+            drain_s = time.monotonic() - start_s
+            with engine.fatal_errors(BaseException):
+                moved = self._move(engine)
+        pause_s = time.monotonic() - start_s
+        report = ReshardReport(
+            from_mesh=old_plan.mesh_sizes,
+            to_mesh=self._plan.mesh_sizes,
+            from_layout=old_plan.models[0].layout.name,
+            to_layout=self._plan.models[0].layout.name,
+            num_programs=self.num_programs,
+            compile_s=compile_s,
+            pause_s=pause_s,
+            drain_s=drain_s,
+            move_s=pause_s - drain_s - moved.warm_up_s,
+            **moved._asdict(),
+        )
+        logger.info("%s", report)
+        return dataclasses.replace(self._started, plan=self._plan, ledger=self._make_ledger()), report
+
+    def _move(self, engine: Engine) -> "_Moved":
+        """Requeue all sequences, and replace the engine's replicas by new ones with the old weights and pages."""
+        old = [scheduler for replica in engine.replicas for scheduler in replica.schedulers]
+        running = [(sequence, sequence.num_computed) for scheduler in old for sequence in scheduler.running]
+        for scheduler in old:
+            scheduler.requeue_all()
+        num_cached = sum(len(scheduler.allocator.cached_pages) for scheduler in old)
+        pages, contents = self._read_pages(engine, old)
+        first, *others = [_local(replica.runner) for replica in engine.replicas]
+        for runner in others:
+            runner.release()
+        params = move_weights(first.release(), self._plan.replicas)
+        states = [empty_state() for empty_state in self._empty_states]
+        runners = join_stages(self._plan, self._stages, [each for stages in params for each in stages], states)
+        warm_up_s = warm_up_runners(runners) if self._config.warm_up else 0.0
+        replicas = make_replicas(self._config, self._plan, runners)
+        new = [scheduler for replica in replicas for scheduler in replica.schedulers]
+        moves = move_cache(old, new, pages)
+        self._write_pages(runners, moves, pages, contents)
+        engine.replace_replicas(replicas)
+        lanes = {sequence: scheduler for scheduler in new for sequence in scheduler.waiting}
+        lost = [n - lanes[s].pages.num_cached_tokens(s) for s, n in running if s.finish_reason is None]
+        return _Moved(
+            warm_up_s=warm_up_s,
+            weight_bytes=sum(sharded.weight_bytes * sharded.mesh.devices.size for sharded in self._plan.models),
+            page_bytes=sum(map(len, moves)) * sum(map(page_bytes, self._plan.replicas[0])),
+            num_pages=len({(move.lane, move.source) for each in moves for move in each}),
+            num_cached_pages=num_cached,
+            num_requeued=len(running),
+            num_recomputed_tokens=sum(max(0, each) for each in lost),
+        )
+
+    def _read_pages(self, engine: Engine, old: Sequence[Scheduler]) -> tuple[list[list[int]], list[HostPages]]:
+        """Copy the cached pages of each lane to the host, as far as it has room; return the pages and the copies."""
+        plans = self._started.plan, self._plan
+        limit = host_page_limit(*plans, self._config.gpu_memory_utilization) if self._readers else 0
+        pages, contents, readers = newest_pages(old, limit), list[HostPages](), iter(self._readers)
+        for replica in engine.replicas if self._readers else ():
+            lanes: list[HostPages] = [{} for _ in replica.schedulers]
+            wanted = pages[len(contents) : len(contents) + len(lanes)]
+            for stage_pools in _local(replica.runner).pools:
+                for lane, found in zip(lanes, next(readers).read(stage_pools, wanted), strict=True):
+                    lane |= found
+            contents += lanes
+        return pages, contents
+
+    def _write_pages(
+        self,
+        runners: Sequence[LocalRunner],
+        moves: Sequence[Sequence[PageMove]],
+        pages: Sequence[Sequence[int]],
+        contents: Sequence[HostPages],
+    ) -> None:
+        """Write the copies of pages to the pools of the new lanes."""
+        if not contents:
+            return
+        indices = [{page: index for index, page in enumerate(each)} for each in pages]
+        num_lanes, writers = len(moves) // len(runners), iter(self._writers)
+        for number, runner in enumerate(runners):
+            writes = [
+                [PageWrite(contents[m.lane], indices[m.lane][m.source], m.target, m.table) for m in lane]
+                for lane in moves[number * num_lanes : (number + 1) * num_lanes]
+            ]
+            runner.pools = [next(writers).write(pools, writes) for pools in runner.pools]
+
+    def _make_ledger(self) -> MemoryLedger:
+        """Return the memory use of a device of the new mesh."""
+        before = dict(self._started.ledger.lines).get(PROCESS_LINE, 0)
+        temporary_bytes = max(stage.temporary_bytes for stage in self._stages)
+        return make_ledger(self._config, self._plan, temporary_bytes, before)
+
+
+class _Moved(NamedTuple):
+    """Fields of the report that the move sets."""
+
+    warm_up_s: float
+    weight_bytes: int
+    page_bytes: int
+    num_pages: int
+    num_cached_pages: int
+    num_requeued: int
+    num_recomputed_tokens: int
+
+
+class Resharder:
+    """Changes the mesh and the layout of an engine, one change at a time.
+
+    Attributes:
+        config: The engine's current settings.
+        started: The engine with its current plan.
+
+    Args:
+        config: The engine's settings.
+        started: The engine.
+    """
+
+    def __init__(self, config: EngineConfig, started: StartedEngine):
+        self.config = config
+        self.started = started
+        self._compile_sizes = config.compile_sizes
+        self._lock = threading.Lock()
+
+    def reshard(
+        self,
+        mesh: str | None,
+        layout: Any,
+        call: Call = lambda function: function(),
+        deliver: Deliver = lambda changed: None,
+    ) -> ReshardReport:
+        """Move the engine to another mesh or layout. Blocks until it has moved.
+
+        Args:
+            mesh: Devices along each axis, as in ``EngineConfig``; None keeps the mesh.
+            layout: The layout, as in ``EngineConfig``; None keeps it.
+            call: See ``Call``; by default the caller is the thread of the steps.
+            deliver: See ``Deliver``.
+
+        Raises:
+            ConfigError: The mesh or layout is not valid for the model or the engine, or another change is in progress.
+            MeshError: There are too few devices.
+            LayoutError: The layout is unknown, or contradicts itself.
+            MemoryPlanError: The weights, or the KV pages of one request, do not fit, or not during the move.
+            EngineDeadError: The move failed, and the engine has stopped.
+        """
+        self.started.engine.guard.check_outside()
+        with SignalDelay() as signals:
+            if not self._lock.acquire(blocking=False):
+                raise ConfigError("a change of mesh or layout is in progress; retry when it is complete")
+            try:
+                signals.is_held = False  # until something changes
+                start_s = time.monotonic()
+                config = self._changed(mesh, layout)
+                prepared = prepare_reshard(self.started, config)
+                compile_s = time.monotonic() - start_s
+                signals.is_held = True
+                self.started, report = call(lambda: prepared.switch(deliver, compile_s))
+                self.config = config
+                return report
+            finally:
+                signals.is_held = True
+                self._lock.release()
+                return_freed_memory()
+
+    def _changed(self, mesh: str | None, layout: Any) -> EngineConfig:
+        """Return the settings with another mesh or layout, and with the sizes that requests rely on as they are."""
+        plan, config = self.started.plan, self.config
+        changes: dict[str, Any] = {"max_model_len": plan.max_model_len}
+        if mesh is not None:
+            changes |= {"mesh": mesh, **parse_mesh(mesh, {})}
+            if changes["pipeline_parallel_size"] != config.pipeline_parallel_size:
+                changes["stage_layers"] = None
+        if layout is not None:
+            changes |= {"layout": layout, "enable_expert_parallel": False}
+        if self._compile_sizes is not None and "decode" in self._compile_sizes:
+            num_stages = changes.get("pipeline_parallel_size", config.pipeline_parallel_size)
+            rows = -(-plan.max_num_seqs // num_stages)  # of a step; the stages share the sequences
+            decode = sorted({min(size, rows) for size in self._compile_sizes["decode"]})
+            changes["compile_sizes"] = {**self._compile_sizes, "decode": decode}
+        return dataclasses.replace(config, **changes)
+
+
+def prepare_reshard(started: StartedEngine, config: EngineConfig) -> PreparedReshard:
+    """Plan and check a change to other settings, and compile its programs, while the engine serves."""
+    for replica in started.engine.replicas:
+        _local(replica.runner)
+    old = started.plan
+    plan = plan_engine(config, old.config)
+    before, after = old.models[0], plan.models[0]
+    check_same_parameters(old.replicas[0], plan.replicas[0])
+    if str(before.policy) != str(after.policy):
+        raise ConfigError(
+            f"cannot reshard from {before.policy} to {after.policy}: kernels of the new layout need other element "
+            "types; start an engine with the new layout instead"
+        )
+    check_move_memory(old, plan, config.gpu_memory_utilization)
+    log_choices(plan)
+    return PreparedReshard(started, config, plan)
+
+
+def _local(runner: Runner) -> LocalRunner:
+    """Return a runner of this process.
+
+    Raises:
+        ConfigError: It is in another process.
+    """
+    if not isinstance(runner, LocalRunner):
+        raise ConfigError(f"cannot reshard an engine whose steps run in another process ({type(runner).__name__})")
+    return runner
