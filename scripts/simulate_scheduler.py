@@ -12,17 +12,20 @@ import collections
 import dataclasses
 import importlib
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxserve.api.request import Request
-from jaxserve.bench.simulation import CostModel, Settings, Simulation, make_scheduler
-from jaxserve.bench.traces import Trace, cut_trace, read_trace, trace_reuse
-from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.sequence import Sequence
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from jaxserve.api.request import Request  # noqa: E402
+from jaxserve.bench.traces import Trace, cut_trace, read_trace  # noqa: E402  (after the path)
+from jaxserve.scheduling.plan import StepPlan  # noqa: E402
+from jaxserve.scheduling.sequence import Sequence  # noqa: E402
+from scripts.scheduler_simulation import CostModel, Settings, Simulation, make_scheduler, trace_reuse  # noqa: E402
 
 NUM_PRIORITIES = 3
 PERCENTILES = (50, 90, 99)

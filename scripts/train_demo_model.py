@@ -10,6 +10,7 @@ sum 99.4 and 99.2 %, sort 99.8 and 99.8 %, reverse 99.8 and 99.8 %, count 100 an
 
 import argparse
 import math
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from safetensors.numpy import save_file
 
-from jaxserve.demo import model_directory, tasks, training_text
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from jaxserve.demo import tasks  # noqa: E402  (after the path)
+from scripts.demo import model_directory, training_text  # noqa: E402
 
 NUM_ROWS = 32
 REPORT_STEPS = 500

@@ -13,14 +13,11 @@ from jaxserve.api.metric_types import Gauge, Metric
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
-from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend, ParserNames
 from jaxserve.server.grpc_api.server import GrpcServer
-from jaxserve.server.ledger import Ledger
 from jaxserve.server.proto.jaxserve.v1 import admin_pb2, model_pb2
-from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import EngineInfo
 
@@ -254,11 +251,11 @@ class Serving:
 async def serving(parsers: ParserNames = ParserNames(), **settings: Any) -> AsyncIterator[Serving]:  # noqa: B008
     """A server that is ready while the block runs."""
     config = ServerConfig(**{"port": -1, "grpc_port": 0, "admin_port": 0, **settings})
-    engine, ledger, drains = FakeEngine(), Ledger(), list[float | None]()
-    frontend = Frontend(config, engine, ledger, Authenticator(config), RequestLog(config), "fake", parsers)
+    engine, drains = FakeEngine(), list[float | None]()
+    frontend = Frontend(config, engine, "fake", parsers)
     server = GrpcServer(frontend, drains.append)
     await server.start()
-    ledger.open(LIMIT)
+    frontend.ledger.open(LIMIT)
     server.set_serving(True)
     try:
         yield Serving(server, engine, frontend, drains)

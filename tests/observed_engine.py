@@ -9,13 +9,11 @@ from jaxserve.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.engine.metrics import EngineMetrics
-from jaxserve.server.auth import Authenticator, Caller
+from jaxserve.server.auth import Caller
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.ledger import Ledger
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
-from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import EngineInfo
 
@@ -165,10 +163,9 @@ class ObservedEngine(EngineClient):
 
 def make_frontend(engine: ObservedEngine | None = None, **settings: Any) -> Frontend:
     """An open front end with a model named ``tiny``."""
-    config, ledger = ServerConfig(**settings), Ledger()
-    ledger.open(40)
-    log = RequestLog(config, "tiny")
-    return Frontend(config, engine or ObservedEngine(), ledger, Authenticator(config), log, "tiny")
+    frontend = Frontend(ServerConfig(**settings), engine or ObservedEngine(), "tiny")
+    frontend.ledger.open(40)
+    return frontend
 
 
 async def read_all(frontend: Frontend, text: str = "Hello", name: str = "cmpl-1", **fields: Any) -> list[RequestOutput]:

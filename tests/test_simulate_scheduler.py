@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench.simulation import CostModel, Settings, Simulation
-from jaxserve.bench.traces import Trace, TraceRequest, cut_trace, pieces, read_trace, scale_trace, trace_reuse
+from jaxserve.bench.traces import Trace, TraceRequest, cut_trace, pieces, read_trace, scale_trace
+from scripts.scheduler_simulation import CostModel, Settings, Simulation, trace_reuse
 from scripts.simulate_scheduler import PRESETS, host_cost, lines_of, main, simulate
 from tests.plan_rows import Row, decode_rows, make_plan
 

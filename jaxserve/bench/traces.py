@@ -1,4 +1,4 @@
-"""Recorded request traces: reading, scaling, and the reuse of their prompts' prefixes.
+"""Recorded request traces: reading, scaling, and their prompts.
 
 A trace has the arrival time and the lengths of each request. Mooncake's (FAST '25) also have an id for each piece of
 512 prompt tokens: equal ids mean equal tokens after equal prefixes, which is all that a prefix cache compares. The last
@@ -49,18 +49,6 @@ class Trace(NamedTuple):
     name: str
     requests: list[TraceRequest]
     piece_tokens: int = PIECE_TOKENS
-
-
-class Reuse(NamedTuple):
-    """Prompt tokens of a trace, and how many of them an unlimited cache would have."""
-
-    num_prompt_tokens: int
-    num_reused_tokens: int
-
-    @property
-    def rate(self) -> float:
-        """Reused fraction, in 0..1."""
-        return self.num_reused_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
 
 # ---------------------------------------------------------------- reading
@@ -202,18 +190,6 @@ def pieces(trace: Trace, request: TraceRequest) -> Iterator[tuple[int, int]]:
         left -= trace.piece_tokens
 
 
-def symbolic_prompt(trace: Trace, index: int) -> list[int]:
-    """Return a prompt for code that only compares tokens: each token is the id of its piece, or unique to the
-    request."""
-    request = trace.requests[index]
-    if not request.piece_ids:
-        return [MAX_PIECE_ID + 1 + index] * request.num_prompt_tokens
-    prompt: list[int] = []
-    for name, length in pieces(trace, request):
-        prompt += [name] * length
-    return prompt
-
-
 def random_prompt(trace: Trace, index: int, vocab_size: int, seed: int) -> list[int]:
     """Return a prompt for a model: random tokens for each piece id, excluding the first few ids."""
     request = trace.requests[index]
@@ -225,25 +201,3 @@ def random_prompt(trace: Trace, index: int, vocab_size: int, seed: int) -> list[
         drawn = np.random.default_rng((seed, 1, name)).integers(low, vocab_size, trace.piece_tokens)
         prompt += drawn[:length].tolist()
     return prompt
-
-
-def trace_reuse(trace: Trace, page_size: int) -> Reuse:
-    """Return the hits of an unlimited prefix cache of whole pages, with prompts processed one after the other.
-
-    A page is a hit when it and all before it were in an earlier prompt; at least one token of each prompt is not a hit.
-    """
-    longest: dict[tuple[int, int], tuple[int, int]] = {}  # (node, piece id) -> (next node, tokens seen)
-    total = reused = 0
-    for request in trace.requests:
-        node = matched = 0
-        is_shared = True
-        for name, length in pieces(trace, request):
-            child, seen = longest.get((node, name), (len(longest) + 1, 0))
-            if is_shared:
-                matched += min(length, seen)
-                is_shared = seen >= length
-            longest[node, name] = (child, max(seen, length))
-            node = child
-        total += request.num_prompt_tokens
-        reused += min(matched, request.num_prompt_tokens - 1) // page_size * page_size
-    return Reuse(total, reused)

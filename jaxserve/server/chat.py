@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.api.chat_messages import LastMessage
 from jaxserve.api.errors import RequestError
 from jaxserve.api.field_checks import json_copy
 from jaxserve.api.request import Request
@@ -20,7 +19,7 @@ from jaxserve.parsers import (
     tool_choice_schema,
 )
 from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
-from jaxserve.server.frontend import Frontend, sampling_params
+from jaxserve.server.frontend import Frontend, ParserNames, sampling_params
 from jaxserve.server.settings import ServerConfig
 
 MAX_VARIABLES = 64
@@ -83,11 +82,14 @@ def chat_arguments(config: ServerConfig, fields: Mapping[str, Any]) -> dict[str,
         RequestError: No message, a template that the server does not accept, or two ways to end the prompt.
     """
     template = fields.get("chat_template")
-    if template is not None and not config.trust_request_chat_template:
-        message = "this server does not accept chat_template in requests; start it with --trust-request-chat-template"
-        raise RequestError(message, parameter="chat_template")
-    if template is not None and "{{" not in template and "{%" not in template:  # it would be read as a file's name
-        raise RequestError("chat_template is not a Jinja template", parameter="chat_template")
+    if template is not None:
+        if not config.trust_request_chat_template:
+            message = (
+                "this server does not accept chat_template in requests; start it with --trust-request-chat-template"
+            )
+            raise RequestError(message, parameter="chat_template")
+        if "{{" not in template and "{%" not in template:  # it would be read as a file's name
+            raise RequestError("chat_template is not a Jinja template", parameter="chat_template")
     continues = fields.get("continue_final_message", False)
     if continues and fields.get("add_generation_prompt", False):
         message = "Cannot set both `continue_final_message` and `add_generation_prompt` to True."
@@ -108,7 +110,7 @@ def chat_arguments(config: ServerConfig, fields: Mapping[str, Any]) -> dict[str,
 
 def chat_request(
     frontend: Frontend, fields: Mapping[str, Any], given: Mapping[str, Any], **more: Any
-) -> "tuple[Request, ChatParser]":
+) -> "tuple[Request, CompletionParser]":
     """Return the request of a conversation, and the parser of its completions.
 
     Args:
@@ -121,39 +123,79 @@ def chat_request(
         RequestError: A wrong value.
         UnavailableError: The engine is not ready.
     """
-    parser = ChatParser(frontend, fields)
-    params = sampling_params(frontend.info, {**given, **parser.sampling_fields(given)}, is_chat=True)
-    request = Request(chat=chat_arguments(frontend.config, fields), params=params, **more)
-    parser.note_request(request)
-    return request, parser
+    choice = _tool_choice(frontend, fields)
+    if choice == "none" and frontend.parsers.reasoning is None:
+        parser = PlainParser()
+    else:
+        parser = ChatParser(frontend.parsers, fields, choice)
+        given = {**given, **parser.sampling_fields(given)}
+    params = sampling_params(frontend.info, given, is_chat=True)
+    return Request(chat=chat_arguments(frontend.config, fields), params=params, **more), parser
 
 
-class ChatParser:
-    """Checks the tools of a conversation, and parses its completions into messages, streamed or whole.
-
-    Call ``note_request`` and ``begin`` once, before the first ``feed``.
-
-    Args:
-        frontend: Knows the server's parsers and settings.
-        fields: The conversation, in OpenAI's form.
+def _tool_choice(frontend: Frontend, fields: Mapping[str, Any]) -> str | Mapping[str, Any]:
+    """Check the tools, and return the choice among them: ``none``, ``auto``, ``required`` or a named function.
 
     Raises:
         RequestError: A wrong form, a choice without tools, or ``auto`` on a server that cannot parse calls.
     """
+    choice = fields.get("tool_choice")
+    if not fields.get("tools"):
+        if choice not in (None, "none"):
+            message = "When using `tool_choice`, `tools` must be set."
+            raise RequestError(message, parameter="tool_choice", value=choice)
+        return "none"
+    schemas, chosen = parameter_schemas(fields["tools"]), "auto" if choice is None else choice
+    if isinstance(chosen, str) and chosen not in ("none", "auto", "required"):
+        message = 'Invalid value for `tool_choice`: only a named tool, "none", "auto" or "required" are supported.'
+        raise RequestError(message, parameter="tool_choice", value=chosen)
+    chosen_function(chosen, schemas)
+    if chosen == "auto" and not (frontend.config.enable_auto_tool_choice and frontend.parsers.tools):
+        message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+        raise RequestError(message, parameter="tool_choice", value=chosen)
+    return chosen
 
-    def __init__(self, frontend: Frontend, fields: Mapping[str, Any]):
-        self._names = frontend.parsers
+
+class PlainParser:
+    """The parser of completions without reasoning and calls: all of their text is content."""
+
+    def begin(self, request: Request, prompt: str | None) -> None:
+        """Do nothing: the prompt makes no difference."""
+
+    def feed(self, index: int, text: str, is_end: bool = False) -> MessageDelta:
+        """Return what the next piece of a completion adds to the message."""
+        return MessageDelta(text or None)
+
+    def whole(self, index: int, text: str) -> ParsedMessage:
+        """Return the message that a whole completion is."""
+        return ParsedMessage(text or None)
+
+    def finish_reason(self, index: int, reason: str) -> str:
+        """Return the engine's reason."""
+        return reason
+
+
+class ChatParser:
+    """Parses the completions of a conversation into messages, streamed or whole.
+
+    Call ``begin`` once, before the first ``feed``.
+
+    Args:
+        names: The server's parsers.
+        fields: The conversation, in OpenAI's form.
+        choice: The choice among its tools.
+    """
+
+    def __init__(self, names: ParserNames, fields: Mapping[str, Any], choice: str | Mapping[str, Any]):
+        self._names = names
         self._tools: Sequence[Mapping[str, Any]] = fields.get("tools") or ()
-        self._choice = self._checked_choice(frontend.config, fields.get("tool_choice"))
+        self._choice = choice
         self._can_be_parallel = fields.get("parallel_tool_calls") is not False
         self._include_reasoning = fields.get("include_reasoning", True)
-        self._reasoning = self._names.reasoning
-        self._last: LastMessage | None = None
+        self._reasoning = names.reasoning
         self._starts_inside: bool | None = None
         self._starts_in_line = False
         self._parsers: dict[int, MessageParser] = {}
-        self._is_plain = self._reasoning is None and self._choice == "none"
-        self._plain_texts: dict[int, list[str]] = {}
 
     def sampling_fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that the tools and parsers ask for.
@@ -165,8 +207,6 @@ class ChatParser:
             RequestError: The tool choice and the request both constrain the completion.
         """
         found: dict[str, Any] = {}
-        if self._is_plain:
-            return found
         reasoning = None if self._names.reasoning is None else reasoning_parser(self._names.reasoning)
         has_special_markers = reasoning is not None and reasoning.has_special_markers
         if has_special_markers or (self._choice == "auto" and given.get("skip_special_tokens") is None):
@@ -182,16 +222,14 @@ class ChatParser:
             found["bad_words"] = [*(given.get("bad_words") or ()), *reasoning.call_texts]
         return found
 
-    def note_request(self, request: Request) -> None:
-        """Take from the request how its completions begin."""
-        self._last = request.last_message
-        if self._reasoning is not None and request.params.structured_outputs is not None:
+    def begin(self, request: Request, prompt: str | None) -> None:
+        """Read from a request and its rendered prompt whether the completion begins inside reasoning."""
+        if self._reasoning is None:
+            return
+        if request.params.structured_outputs is not None:
             self._reasoning = leading_reasoning(self._reasoning)
-
-    def begin(self, prompt: str | None) -> None:
-        """Read from the prompt whether the completion begins inside reasoning."""
-        if self._reasoning is not None and prompt is not None:
-            self._starts_inside = starts_in_reasoning(prompt, self._reasoning, self._last)
+        if prompt is not None:
+            self._starts_inside = starts_in_reasoning(prompt, self._reasoning, request.last_message)
             self._starts_in_line = ends_in_line(prompt, self._reasoning)
 
     def feed(self, index: int, text: str, is_end: bool = False) -> MessageDelta:
@@ -202,9 +240,6 @@ class ChatParser:
             text: The new text; may be empty.
             is_end: Whether it is the last piece.
         """
-        if self._is_plain:
-            self._plain_texts.setdefault(index, []).append(text)
-            return MessageDelta(text or None)
         parser = self._parser(index)
         delta = parser.finish(text) if is_end else parser.feed(text)
         calls = delta.tool_calls
@@ -212,18 +247,19 @@ class ChatParser:
             calls = tuple(call for call in calls if call.index == 0)
         return MessageDelta(delta.content, delta.reasoning if self._include_reasoning else None, calls)
 
-    def message(self, index: int) -> ParsedMessage:
-        """Return the message that a completion has become so far."""
-        if self._is_plain:
-            return ParsedMessage("".join(self._plain_texts.get(index, ())) or None)
-        whole = self._parser(index).message()
-        calls = whole.tool_calls if self._can_be_parallel else whole.tool_calls[:1]
-        return ParsedMessage(whole.content, whole.reasoning if self._include_reasoning else None, calls)
+    def whole(self, index: int, text: str) -> ParsedMessage:
+        """Parse a whole completion."""
+        self._parser(index).finish(text)
+        return self._message(index)
 
     def finish_reason(self, index: int, reason: str) -> str:
         """Return ``tool_calls`` for a completion that stopped by itself and has calls; else the engine's reason."""
-        is_call = reason == "stop" and not self._is_plain and bool(self.message(index).tool_calls)
-        return "tool_calls" if is_call else reason
+        return "tool_calls" if reason == "stop" and self._message(index).tool_calls else reason
+
+    def _message(self, index: int) -> ParsedMessage:
+        whole = self._parser(index).message()
+        calls = whole.tool_calls if self._can_be_parallel else whole.tool_calls[:1]
+        return ParsedMessage(whole.content, whole.reasoning if self._include_reasoning else None, calls)
 
     def _parser(self, index: int) -> MessageParser:
         if index not in self._parsers:
@@ -237,19 +273,5 @@ class ChatParser:
             )
         return self._parsers[index]
 
-    def _checked_choice(self, config: ServerConfig, choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any]:
-        """Check the tools, and return the choice among them: ``none``, ``auto``, ``required`` or a named function."""
-        if not self._tools:
-            if choice not in (None, "none"):
-                message = "When using `tool_choice`, `tools` must be set."
-                raise RequestError(message, parameter="tool_choice", value=choice)
-            return "none"
-        schemas, chosen = parameter_schemas(self._tools), "auto" if choice is None else choice
-        if isinstance(chosen, str) and chosen not in ("none", "auto", "required"):
-            message = 'Invalid value for `tool_choice`: only a named tool, "none", "auto" or "required" are supported.'
-            raise RequestError(message, parameter="tool_choice", value=chosen)
-        chosen_function(chosen, schemas)
-        if chosen == "auto" and not (config.enable_auto_tool_choice and self._names.tools):
-            message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
-            raise RequestError(message, parameter="tool_choice", value=chosen)
-        return chosen
+
+CompletionParser = PlainParser | ChatParser

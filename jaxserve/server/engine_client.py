@@ -19,7 +19,7 @@ from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
-from jaxserve.server.output_collector import OutputCollector, late
+from jaxserve.server.output_collector import OutputCollector
 from jaxserve.server.renderers import Renderers
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import (
@@ -67,7 +67,6 @@ class EngineClient:
         self._next_number = 1
         self._collectors: dict[int, OutputCollector] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
-        self._rendering: dict[str, asyncio.Future[str]] = {}
         self._renderers: Renderers | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._info: EngineInfo | None = None
@@ -90,9 +89,8 @@ class EngineClient:
         self._reason: str | None = None
         self._silent_s = 0.0
         self._ended = asyncio.Event()
-        self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        if self._renderers is None:
-            self._renderers = Renderers(config.chat_template_timeout, config.chat_template_content_format)
+        await self._close_renderers()  # of an engine that has ended
+        self._renderers = Renderers(config.chat_template_timeout, config.chat_template_content_format)
         try:
             self._process, self._reader, self._writer = await spawn_engine()
             self._info = await self._shake_hands()
@@ -122,8 +120,8 @@ class EngineClient:
             self._send(Cancel(list(collectors)))
         for collector in collectors.values():
             collector.fail(error)
-        if self._info is not None and not self._failed.done():
-            self._failed.set_result(error)
+        if self._renderers is not None:
+            self._renderers.end(error)
 
     async def stop(self, drain_s: float, patience_s: float = 10.0) -> None:
         """End the process, if it runs, after at most ``drain_s`` seconds for its requests and ``patience_s`` more."""
@@ -143,6 +141,9 @@ class EngineClient:
                 await self._ended.wait()
             else:
                 await self._reap()
+        await self._close_renderers()
+
+    async def _close_renderers(self) -> None:
         renderers, self._renderers = self._renderers, None
         if renderers is not None:
             renderers.end(UnavailableError("the server is shutting down"))
@@ -193,10 +194,7 @@ class EngineClient:
         if request.chat is not None and request.text is None:
             text = await self._render(request.chat, request.request_id, request.timeout_s)
             if text is None:
-                outputs = [CompletionOutput(index, "", [], finish_reason="abort") for index in range(request.params.n)]
-                yield RequestOutput(
-                    request_id=request.request_id, prompt=None, prompt_token_ids=[], outputs=outputs, finished=True
-                )
+                yield _aborted(request)
                 return
             last = {"messages": request.chat["messages"][-1:]}  # it tells where reasoning begins
             last["continue_final_message"] = request.chat.get("continue_final_message", False)
@@ -220,31 +218,13 @@ class EngineClient:
         assert text is not None
         return text, (await self.tokenize(text, add_special_tokens=False))[0]
 
-    async def _render(self, chat: Mapping[str, Any], name: str = "", timeout_s: float | None = None) -> str | None:
-        """Return the prompt of a conversation; None if the request ``name`` is aborted meanwhile.
-
-        Raises:
-            RequestError: The conversation is wrong, or its template fails.
-            DeadlineError: It takes longer than ``timeout_s`` seconds.
-            JaxserveError: Every request has failed.
-        """
+    async def _render(self, chat: Mapping[str, Any], *request: Any) -> str | None:
         assert self._renderers is not None
-        rendering = self._rendering[name] = self._renderers.begin(chat, self.info)
-        try:
-            ends: list[asyncio.Future[Any]] = [rendering, self._failed]
-            done, _ = await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._rendering.pop(name, None)
-            rendering.cancel()
-        if rendering in done:
-            return None if rendering.cancelled() else rendering.result()
-        raise self._failed.result() if done else late(timeout_s)
+        return await self._renderers.render(chat, self.info, *request)
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort requests by their full names; return those that were running or waiting."""
-        rendering = [name for name in request_ids if name and name in self._rendering]
-        for name in rendering:
-            self._rendering[name].cancel()
+        rendering = [] if self._renderers is None else self._renderers.abort(request_ids)
         return [*await self._query("abort", request_ids=list(request_ids)), *rendering]
 
     async def tokenize(
@@ -348,10 +328,9 @@ class EngineClient:
 
     def _handle(self, message: FromEngine) -> None:
         if isinstance(message, Outputs):
-            for output in message.outputs:
-                collector = self._collectors.get(output.number)
-                if collector is not None:
-                    collector.put(output.content)
+            for number, content in message.outputs:
+                if number in self._collectors:
+                    self._collectors[number].put(content)
         elif isinstance(message, QueryResult):
             query = self._queries.get(message.number)
             if query is not None and not query.done():
@@ -397,3 +376,11 @@ class EngineClient:
 
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(f"the engine process ended: {self._why()}")
+
+
+def _aborted(request: Request) -> RequestOutput:
+    """Return the output of a request that was aborted before it was sent."""
+    outputs = [CompletionOutput(index, "", [], finish_reason="abort") for index in range(request.params.n)]
+    return RequestOutput(
+        request_id=request.request_id, prompt=None, prompt_token_ids=[], outputs=outputs, finished=True
+    )

@@ -15,7 +15,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnknownModelError
-from jaxserve.server.ledger import Ledger
+from jaxserve.server.ledger import MAX_BODY_BYTES, Ledger
 from jaxserve.server.request_log import RequestEntry, RequestLog
 from jaxserve.server.settings import ServerConfig, queued_tokens_limit
 from jaxserve.server.wire import EngineInfo
@@ -40,29 +40,31 @@ class Frontend:
     Args:
         config: The server's settings.
         engine: The engine's client.
-        ledger: Counts and limits the requests in flight.
-        authenticator: Checks API keys.
-        log: Writes log lines, counters and traces of requests.
         model: Directory or hub id of the model: its name unless ``served_model_name`` is set.
         parsers: The parsers of reasoning and tool calls.
+
+    Attributes:
+        ledger: Counts and limits the requests in flight; accepts none before ``open``.
+        authenticator: Checks API keys.
+        log: Writes log lines, counters and traces of requests.
+
+    Raises:
+        ConfigError: The keys are wrong, or traces cannot be sent.
     """
 
     def __init__(
         self,
         config: ServerConfig,
         engine: EngineClient,
-        ledger: Ledger,
-        authenticator: Authenticator,
-        log: RequestLog,
         model: str,
         parsers: ParserNames = ParserNames(),  # noqa: B008 (frozen)
     ):
         self.config = config
         self.engine = engine
-        self.ledger = ledger
-        self.authenticator = authenticator
-        self.log = log
         self.parsers = parsers
+        self.ledger = Ledger(max(MAX_BODY_BYTES, 16 * config.max_request_bytes))
+        self.authenticator = Authenticator(config)
+        self.log = RequestLog(config, model)
         self.model_names = tuple(config.served_model_name or (model,))
         self.created_s = int(time.time())
 

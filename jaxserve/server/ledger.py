@@ -4,7 +4,7 @@ import collections
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from jaxserve.api.errors import OverloadedError, RequestError
 from jaxserve.server.auth import Caller
@@ -18,12 +18,15 @@ class Entry(Protocol):
     """A prompt in the ledger.
 
     Attributes:
-        num_seqs: Its sequences.
         num_waiting_tokens: Tokens of the prompt that count as waiting; 0 until they are known, and once it runs.
     """
 
-    num_seqs: int
     num_waiting_tokens: int
+
+    @property
+    def num_seqs(self) -> int:
+        """Its sequences."""
+        ...
 
 
 class Ledger:
@@ -98,8 +101,7 @@ class Ledger:
             OverloadedError: The bodies of the requests in flight have too many bytes.
         """
         if self._num_body_bytes + num_bytes > self._max_body_bytes:
-            self.num_refused += 1
-            raise OverloadedError(
+            self._refuse(
                 f"queue full: the requests in flight have {self._num_body_bytes} bytes, limit {self._max_body_bytes}; "
                 "retry later"
             )
@@ -144,20 +146,17 @@ class Ledger:
             self._by_caller[caller.name] -= num_seqs
 
     def _check_overload(self, caller: Caller, num_seqs: int) -> None:
-        message, own_limit, num_own = None, caller.max_concurrent_requests, self._by_caller[caller.name]
         if self._limit is not None and self.num_in_flight + num_seqs > self._limit:
-            message = (
+            self._refuse(
                 f"queue full: {self.num_in_flight} sequences in flight, limit {self._limit} (max_num_seqs + "
                 f"max_num_queued_reqs), and this request has {num_seqs}; retry later"
             )
-        elif own_limit is not None and num_own + num_seqs > own_limit:
-            message = (
+        own_limit, num_own = caller.max_concurrent_requests, self._by_caller[caller.name]
+        if own_limit is not None and num_own + num_seqs > own_limit:
+            self._refuse(
                 f"this API key has {num_own} sequences in flight, limit {own_limit}, and this request has {num_seqs}; "
                 "retry later"
             )
-        if message is not None:
-            self.num_refused += 1
-            raise OverloadedError(message)
 
     def _check_rate(self, name: str, rate: int) -> None:
         """Count a request for its caller's rate."""
@@ -165,10 +164,12 @@ class Ledger:
         while recent and now - recent[0] >= 60.0:
             recent.popleft()
         if len(recent) >= rate:
-            self.num_refused += 1
-            message = f"this API key may send {rate} requests per minute"
-            raise OverloadedError(message, retry_after_s=60.0 - (now - recent[0]))
+            self._refuse(f"this API key may send {rate} requests per minute", 60.0 - (now - recent[0]))
         recent.append(now)
+
+    def _refuse(self, message: str, retry_after_s: float = 1.0) -> NoReturn:
+        self.num_refused += 1
+        raise OverloadedError(message, retry_after_s=retry_after_s)
 
     # ------------------------------------------------------------------------------------------------- a prompt
 

@@ -9,14 +9,11 @@ from typing import Any
 
 from jaxserve.api.errors import EngineDeadError, JaxserveError
 from jaxserve.parsers import chosen_reasoning
-from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend, ParserNames
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_listener import http_listening
-from jaxserve.server.ledger import MAX_BODY_BYTES, Ledger
-from jaxserve.server.request_log import RequestLog
 from jaxserve.server.resources import map_large_buffers_apart
 from jaxserve.server.settings import ServerConfig, is_loopback
 
@@ -45,9 +42,7 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig) -> int:
     engine = EngineClient(engine_arguments, config)
     calls = engine_arguments.get("tool_call_parser")
     parsers = ParserNames(chosen_reasoning(engine_arguments.get("reasoning_parser"), calls), calls)
-    model = str(engine_arguments.get("model", "demo"))
-    log, ledger = RequestLog(config, model), Ledger(max(MAX_BODY_BYTES, 16 * config.max_request_bytes))
-    frontend = Frontend(config, engine, ledger, Authenticator(config), log, model, parsers)
+    frontend = Frontend(config, engine, str(engine_arguments.get("model", "demo")), parsers)
     life = ServerLife(frontend, engine)
     try:
         return await life.run()
@@ -55,7 +50,7 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig) -> int:
         logger.error("%s", error)
         return EXIT_ENGINE_DEAD
     finally:
-        await asyncio.to_thread(log.close)
+        await asyncio.to_thread(frontend.log.close)
 
 
 class ServerLife:

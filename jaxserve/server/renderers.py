@@ -4,11 +4,12 @@ import asyncio
 import concurrent.futures
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxserve.api.errors import JaxserveError, RequestError, RequestFailedError, unforeseen
+from jaxserve.api.errors import RequestError, RequestFailedError, unforeseen
 from jaxserve.child_process import ProcessPool
+from jaxserve.server.output_collector import late
 from jaxserve.server.wire import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ _MAX_PROCESSES = 4
 
 
 class Renderers:
-    """Renders conversations in child processes, each on a thread that waits for it.
+    """Renders conversations in child processes, each on a thread that waits for it. Belongs to one event loop.
 
     Args:
         limit_s: Seconds that rendering a conversation may take.
@@ -32,22 +33,43 @@ class Renderers:
         self._threads = concurrent.futures.ThreadPoolExecutor(_MAX_PROCESSES, "jaxserve-render")
         setup = {"memory_bytes": _MEMORY_BYTES, "cpu_s": int(limit_s) + 1}
         self._processes = ProcessPool(["-m", _MODULE], setup, starts_ahead=True)
-        self._end: JaxserveError | None = None
+        self._names: dict[asyncio.Future[str], str] = {}
+        self._end: Exception | None = None
 
-    def begin(self, chat: Mapping[str, Any], info: EngineInfo) -> "asyncio.Future[str]":
-        """Begin to render a conversation; cancelling the future takes it from the queue.
+    async def render(
+        self, chat: Mapping[str, Any], info: EngineInfo, name: str = "", timeout_s: float | None = None
+    ) -> str | None:
+        """Return the prompt of a conversation; None if ``abort`` names it meanwhile.
 
         Args:
             chat: As in ``Request``; the front end has checked it.
             info: Has the model's templates and special tokens.
+            name: The request's name.
+            timeout_s: Seconds until the request's deadline; None for none.
 
-        Returns:
-            The prompt; fails with a ``RequestError`` if there is no template, or the template refuses the conversation,
-            is late or takes too much memory.
+        Raises:
+            RequestError: There is no template, or it refuses the conversation, is late or takes too much memory.
+            DeadlineError: The deadline has passed.
         """
-        return asyncio.get_running_loop().run_in_executor(self._threads, self._render, chat, info)
+        rendering = asyncio.get_running_loop().run_in_executor(self._threads, self._render, chat, info)
+        self._names[rendering] = name
+        try:
+            await asyncio.wait([rendering], timeout=timeout_s)
+            if not rendering.done():
+                raise late(timeout_s)
+            return None if rendering.cancelled() else rendering.result()
+        finally:
+            del self._names[rendering]
+            rendering.cancel()
 
-    def end(self, error: JaxserveError) -> None:
+    def abort(self, names: Sequence[str]) -> list[str]:
+        """Stop rendering the conversations of these names; return those that were rendered."""
+        found = {rendering: name for rendering, name in self._names.items() if name and name in names}
+        for rendering in found:
+            rendering.cancel()
+        return list(found.values())
+
+    def end(self, error: Exception) -> None:
         """Kill all processes; what they render, and all that is still to be rendered, fails with the error."""
         self._end = self._end or error
         self._processes.kill()
@@ -73,11 +95,13 @@ class Renderers:
         try:
             response = self._processes.run(written, self._limit_s)
         except Exception as error:
+            if self._end is not None:
+                raise self._end from None
             logger.exception("a conversation cannot be rendered")
-            raise self._end or RequestFailedError(unforeseen(error)) from None
-        if response is None and self._end is not None:
-            raise self._end
+            raise RequestFailedError(unforeseen(error)) from None
         if response is None:
+            if self._end is not None:
+                raise self._end
             raise RequestError(f"the chat template failed: not done within {self._limit_s:g} s, or out of memory")
         if "error" in response:
             raise RequestError(response["error"])

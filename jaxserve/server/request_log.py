@@ -82,42 +82,41 @@ def outcome_of(
     return "deadline" if is_late else "cancelled"
 
 
+@dataclasses.dataclass(eq=False)
 class RequestEntry:
     """Context manager that counts the tokens of one request, and records it in the log, counters and trace.
 
-    Args:
+    Attributes:
         log: Where to record it.
         caller: Name of the caller.
         request: The request.
-
-    Attributes:
-        request: The request.
-        num_seqs: Its sequences, for the ledger.
         num_waiting_tokens: Tokens of its prompt while they wait, for the ledger.
         num_prompt_tokens: Tokens of its prompt; None before the first output.
         num_cached_tokens: Those of them that the prefix cache had.
         num_generated: Tokens of each completion, by its index.
     """
 
-    def __init__(self, log: "RequestLog", caller: str, request: Request):
-        self._log = log
-        self._caller = caller
-        self.request = request
-        self.num_seqs = request.params.n if request.pooling is None else 1
-        self.num_waiting_tokens = 0
-        self.num_prompt_tokens: int | None = None
-        self.num_cached_tokens = 0
-        self.num_generated: collections.Counter[int] = collections.Counter()
-        self._begin_s = time.monotonic()
-        self._first_token_s: float | None = None
-        self._reasons: dict[int, str] = {}
-        self._texts: collections.defaultdict[int, str] = collections.defaultdict(str)
-        self._is_finished = False
-        self._times: RequestMetrics | None = None
-        self._span: Span | None = None
+    log: "RequestLog"
+    caller: str
+    request: Request
+    num_waiting_tokens: int = 0
+    num_prompt_tokens: int | None = None
+    num_cached_tokens: int = 0
+    num_generated: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter[int])
+    _begin_s: float = dataclasses.field(default_factory=time.monotonic)
+    _first_token_s: float | None = None
+    _reasons: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
+    _texts: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
+    _last: RequestOutput | None = None
+    _span: "Span | None" = None
+
+    @property
+    def num_seqs(self) -> int:
+        """Its sequences, for the ledger."""
+        return self.request.params.n if self.request.pooling is None else 1
 
     def __enter__(self) -> "RequestEntry":
-        log, request = self._log, self.request
+        log, request = self.log, self.request
         log.counts.started += 1
         if log.tracer is not None:
             attributes = request_attributes(request, log.model)
@@ -132,7 +131,7 @@ class RequestEntry:
             else:
                 prompt = _shortened(json.dumps(request.chat, ensure_ascii=False, default=str), limit)
             shown = "" if label is None else f" ({label!r})"
-            name, caller, params = self.request.request_id, self._caller, request.params
+            name, caller, params = self.request.request_id, self.caller, request.params
             logger.info("Request %s%s of %s: prompt %s, params: %r", name, shown, caller, prompt, params)
         return self
 
@@ -142,16 +141,17 @@ class RequestEntry:
         del kind, traceback
         reasons = [self._reasons[index] for index in sorted(self._reasons)]
         elapsed_s = time.monotonic() - self._begin_s
+        is_finished = self._last is not None and self._last.finished
         outcome = outcome_of(
-            error, reasons, is_finished=self._is_finished, elapsed_s=elapsed_s, timeout_s=self.request.timeout_s
+            error, reasons, is_finished=is_finished, elapsed_s=elapsed_s, timeout_s=self.request.timeout_s
         )
-        self._log.counts.finished[outcome] += 1
+        self.log.counts.finished[outcome] += 1
         if outcome in SERVER_FAULTS:
             bug = None if error is None or isinstance(error, JaxserveError) else error
-            logger.warning("Request %s of %s failed: %r", self.request.request_id, self._caller, error, exc_info=bug)
-        if self._log.config.enable_log_requests or self._log.config.enable_log_outputs:
+            logger.warning("Request %s of %s failed: %r", self.request.request_id, self.caller, error, exc_info=bug)
+        if self.log.config.enable_log_requests or self.log.config.enable_log_outputs:
             self._log_end(outcome, reasons, elapsed_s)
-        if self._log.tracer is not None and self._span is not None:
+        if self.log.tracer is not None and self._span is not None:
             attributes = {
                 "gen_ai.usage.prompt_tokens": self.num_prompt_tokens or 0,
                 "gen_ai.usage.completion_tokens": self.num_generated.total(),
@@ -160,11 +160,15 @@ class RequestEntry:
                 **({} if self._times is None else time_attributes(self._times)),
             }
             reason = type(error).__name__ if error is not None else outcome
-            self._log.tracer.end(self._span, attributes, reason if outcome in (*SERVER_FAULTS, "deadline") else None)
+            self.log.tracer.end(self._span, attributes, reason if outcome in (*SERVER_FAULTS, "deadline") else None)
+
+    @property
+    def _times(self) -> RequestMetrics | None:
+        return None if self._last is None else self._last.metrics
 
     def add(self, output: RequestOutput) -> None:
         """Record an output: a delta, or the only output."""
-        counts, config = self._log.counts, self._log.config
+        counts, self._last = self.log.counts, output
         if self.num_prompt_tokens is None:
             self.num_prompt_tokens = len(output.prompt_token_ids)
             self.num_cached_tokens = output.num_cached_tokens or 0
@@ -178,12 +182,8 @@ class RequestEntry:
             counts.generation_tokens += num_tokens
             if completion.finish_reason is not None:
                 self._reasons[index] = completion.finish_reason
-            if config.enable_log_outputs and (
-                config.max_log_len is None or len(self._texts[index]) <= config.max_log_len
-            ):
-                self._texts[index] += completion.text
-        self._is_finished = self._is_finished or output.finished
-        self._times = output.metrics or self._times
+            if self.log.config.enable_log_outputs:
+                self._texts[index] = _extended(self._texts.get(index, ""), completion.text, self.log.config.max_log_len)
 
     def _log_end(self, outcome: str, reasons: list[str], elapsed_s: float) -> None:
         parts = [
@@ -197,10 +197,10 @@ class RequestEntry:
             first_s = self._times.first_token_latency  # of a request with one output only the engine knows it
         if first_s is not None:
             parts.append(f"first token after {first_s:.3f} s")
-        if self._log.config.enable_log_outputs:
-            limit = self._log.config.max_log_len
+        if self.log.config.enable_log_outputs:
+            limit = self.log.config.max_log_len
             parts += [f"text {index}: {_shortened(self._texts[index], limit)}" for index in sorted(self._texts)]
-        logger.info("Request %s of %s ended: %s, %s", self.request.request_id, self._caller, outcome, ", ".join(parts))
+        logger.info("Request %s of %s ended: %s, %s", self.request.request_id, self.caller, outcome, ", ".join(parts))
 
 
 class RequestLog:
@@ -224,6 +224,11 @@ class RequestLog:
         """Send the remaining spans before the process ends; may block for some seconds."""
         if self.tracer is not None:
             self.tracer.close()
+
+
+def _extended(text: str, more: str, limit: int | None) -> str:
+    """Return a text with more, unless it is longer than is shown."""
+    return text + more if limit is None or len(text) <= limit else text
 
 
 def _shortened(text: str, limit: int | None) -> str:

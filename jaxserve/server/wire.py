@@ -10,9 +10,9 @@ import enum
 import functools
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 from google.protobuf.message import Message
@@ -130,18 +130,13 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """A request's new output, or the error that ended it. Only the first output has the prompt."""
-
-    number: int
-    content: RequestOutput | JaxserveError
-
-
-@dataclass(frozen=True, slots=True)
 class Outputs:
-    """The outputs of all requests in one step."""
+    """What a step gave: numbers of requests, each with its new output or the error that ended it.
 
-    outputs: list[Output]
+    Only a request's first output has the prompt.
+    """
+
+    outputs: Sequence[tuple[int, RequestOutput | JaxserveError]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,20 +159,13 @@ FromEngine = EngineInfo | Failure | Outputs | QueryResult | Heartbeat
 # The first class that an error is an instance of decides; any other error is internal.
 _ERRORS = (RequestFailedError, RequestError, OverloadedError, DeadlineError, EngineDeadError, ConfigError)
 _CLASSES: tuple[type, ...] = (
-    *(Start, Submit, Cancel, Query, Stop, EngineInfo, Failure, Output, Outputs, QueryResult, Heartbeat),
+    *(Start, Submit, Cancel, Query, Stop, EngineInfo, Failure, Outputs, QueryResult, Heartbeat),
     *(Request, SamplingParams, RequestOutputKind, StructuredOutputsParams, RepetitionDetectionParams),
     *(PoolingParams, RequestOutput, CompletionOutput, RequestMetrics, PackedLogprobs, model_pb2.Model),
     *(Counter, Gauge, Histogram, tuple),
     *_ERRORS,
 )
-_MARKS: dict[type, msgpack.ExtType] = {cls: msgpack.ExtType(code, b"") for code, cls in enumerate(_CLASSES)}
-_FIELDS: dict[type, list[str]] = {
-    cls: [each.name for each in dataclasses.fields(cls)] for cls in _CLASSES if dataclasses.is_dataclass(cls)
-}
-_LOGPROBS: dict[type, int] = {
-    CompletionOutput: _FIELDS[CompletionOutput].index("logprobs"),
-    RequestOutput: _FIELDS[RequestOutput].index("prompt_logprobs"),
-}
+_LOGPROBS = {CompletionOutput: "logprobs", RequestOutput: "prompt_logprobs"}
 
 
 class FrameError(ValueError):
@@ -206,24 +194,61 @@ def unpack(body: bytes) -> Any:
     return msgpack.unpackb(body, ext_hook=_class_of, object_pairs_hook=_from_pairs, strict_map_key=False)
 
 
+class _Form(NamedTuple):
+    """How objects of a class travel: how they become a value that MessagePack holds, and again an object."""
+
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+def _form(cls: type[Any]) -> _Form:
+    if dataclasses.is_dataclass(cls):
+        return _dataclass_form(cls)
+    if issubclass(cls, Message):
+        return _Form(cls.SerializeToString, cls.FromString)
+    if issubclass(cls, RequestError):
+        return _Form(lambda error: [str(error), error.parameter], lambda fields: _request_error(cls, *fields))
+    if issubclass(cls, enum.Enum):
+        return _Form(lambda value: value.value, cls)
+    return _Form(list if cls is tuple else str, cls)
+
+
+def _dataclass_form(cls: type[Any]) -> _Form:
+    """Return the form of a dataclass: the list of its fields, whose values its sender has checked."""
+    names = [each.name for each in dataclasses.fields(cls)]
+
+    def read(values: list[Any]) -> Any:
+        made = object.__new__(cls)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(made, name, value)
+        return made
+
+    logprobs = _LOGPROBS.get(cls)
+    if logprobs is None:
+        return _Form(lambda value: [getattr(value, name) for name in names], read)
+    return _Form(lambda value: [_packed(getattr(value, name), name == logprobs) for name in names], read)
+
+
+def _packed(value: Any, is_logprobs: bool) -> Any:
+    return PackedLogprobs.of(value) if is_logprobs and value is not None else value
+
+
+def _request_error(cls: type[RequestError], message: str, parameter: str | None) -> RequestError:
+    error = cls(message)
+    error.parameter = parameter  # the text names it already
+    return error
+
+
+_FORMS = {cls: _form(cls) for cls in _CLASSES}
+_MARKS = {cls: msgpack.ExtType(code, b"") for code, cls in enumerate(_CLASSES)}
+
+
 def _as_map(value: Any) -> dict[Any, Any]:
-    """Return an object as a map from its class's mark, which nothing else can contain, to its fields."""
+    """Return an object as a map from its class's mark, which nothing else can contain, to its form."""
     cls = type(value)
-    if cls not in _MARKS:
+    if cls not in _FORMS:
         raise TypeError(f"objects of {cls.__name__} cannot be sent")
-    if isinstance(value, tuple):
-        fields = list(value)
-    elif isinstance(value, enum.Enum):
-        fields = value.value
-    elif isinstance(value, Message):
-        fields = value.SerializeToString()
-    elif isinstance(value, Exception):
-        fields = [str(value), getattr(value, "parameter", None)]
-    else:
-        fields = [getattr(value, name) for name in _FIELDS[cls]]
-        if cls in _LOGPROBS and fields[_LOGPROBS[cls]] is not None:
-            fields[_LOGPROBS[cls]] = PackedLogprobs.of(fields[_LOGPROBS[cls]])
-    return {_MARKS[cls]: fields}
+    return {_MARKS[cls]: _FORMS[cls].write(value)}
 
 
 def _class_of(code: int, data: bytes) -> type:
@@ -232,23 +257,11 @@ def _class_of(code: int, data: bytes) -> type:
 
 
 def _from_pairs(pairs: list[tuple[Any, Any]]) -> Any:
-    """Build an object, without checks that its sender has done, or a plain dictionary."""
+    """Build an object or a plain dictionary."""
     if len(pairs) != 1 or not isinstance(pairs[0][0], type):
         return dict(pairs)
-    cls, fields = pairs[0]
-    if cls is tuple or issubclass(cls, enum.Enum):
-        return cls(fields)
-    if issubclass(cls, Message):
-        return cls.FromString(fields)
-    if issubclass(cls, Exception):
-        error = cls(fields[0])
-        if isinstance(error, RequestError):
-            error.parameter = fields[1]  # the text names it already
-        return error
-    made = object.__new__(cls)
-    for name, value in zip(_FIELDS[cls], fields, strict=True):
-        object.__setattr__(made, name, value)
-    return made
+    cls, written = pairs[0]
+    return _FORMS[cls].read(written)
 
 
 def check_length(num_bytes: int, limit_bytes: int) -> int:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.demo.model_directory import config, weight_shapes, write_model_directory
 from jaxserve.demo.tasks import (
     TASKS,
     WORDINGS,
@@ -23,7 +22,8 @@ from jaxserve.demo.tasks import (
     problem_of,
     training_items,
 )
-from jaxserve.demo.training_text import (
+from scripts.demo.model_directory import config, weight_shapes, write_model_directory
+from scripts.demo.training_text import (
     ROW_TOKENS,
     TextMix,
     chat_example,

@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve import LLM, RequestOutput, SamplingParams
-from jaxserve.bench.traces import Trace, random_prompt, read_trace, scale_trace, trace_reuse
+from jaxserve.bench.traces import Trace, random_prompt, read_trace, scale_trace
+from scripts.scheduler_simulation import trace_reuse
 
 NUM_REQUESTS = 300
 PAGE_SIZE = 8  # a page for each 512 tokens of the trace

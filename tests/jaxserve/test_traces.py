@@ -18,9 +18,8 @@ from jaxserve.bench.traces import (
     random_prompt,
     read_trace,
     scale_trace,
-    symbolic_prompt,
-    trace_reuse,
 )
+from scripts.scheduler_simulation import symbolic_prompt, trace_reuse
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
 FIRST = "2023-11-16 18:15:46.6805900,374,44"

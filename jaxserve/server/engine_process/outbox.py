@@ -6,7 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.api.errors import SHUT_DOWN, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
@@ -16,7 +16,6 @@ from jaxserve.server.wire import (
     FrameError,
     FromEngine,
     Heartbeat,
-    Output,
     Outputs,
     pack,
     sendable_error,
@@ -43,8 +42,6 @@ class SocketSink:
 
     Attributes:
         readers: The outbox.
-        number: The request's number in messages.
-        request_id: The request's name.
         is_silent: Set once the client has disconnected, or its outputs cannot be sent.
     """
 
@@ -54,7 +51,7 @@ class SocketSink:
         self.request_id = request_id
         self.is_silent = False
         self._on_end = on_end
-        self._has_sent_prompt = False
+        self._has_prompt = False
 
     @property
     def has_room(self) -> bool:
@@ -62,25 +59,20 @@ class SocketSink:
         return not self.readers.is_full
 
     def put(self, content: RequestOutput | BaseException) -> None:
-        """Send an output or an error. On any thread; then wake the outbox."""
+        """Add an output or an error to the outbox; only the first output has the prompt. On any thread."""
         if isinstance(content, BaseException):
             content = sendable_error(own_error(content, f"request {self.request_id}"))
+        elif self._has_prompt:
+            content.prompt, content.prompt_token_ids = None, []
+        self._has_prompt = True
         self.readers.add(self, content)
-        if isinstance(content, BaseException) or content.finished:
+        if isinstance(content, JaxserveError) or content.finished:
             self._on_end(self)
 
     def silence(self) -> None:
         """Send nothing more. On any thread."""
         self.is_silent = True
         self._on_end(self)
-
-    def message(self, content: RequestOutput | JaxserveError) -> Output:
-        """Return an output as a message; only the first one has the prompt. On the outbox's thread."""
-        if isinstance(content, RequestOutput):
-            if self._has_sent_prompt:
-                content.prompt, content.prompt_token_ids = None, []
-            self._has_sent_prompt = True
-        return Output(self.number, content)
 
 
 def own_error(error: BaseException, what: str) -> JaxserveError:
@@ -93,12 +85,12 @@ def own_error(error: BaseException, what: str) -> JaxserveError:
     return RequestFailedError(f"{what} failed: {unforeseen(error)}")
 
 
-class _Delta(NamedTuple):
-    """A request's output that waits to be sent, and its estimated size."""
+class _Waiting(NamedTuple):
+    """A request's output with its estimated size, or another message, that waits to be sent."""
 
-    sink: SocketSink
-    content: RequestOutput | JaxserveError
-    num_bytes: int
+    content: Any
+    sink: SocketSink | None = None
+    num_bytes: int = 0
 
 
 class Outbox:
@@ -115,9 +107,8 @@ class Outbox:
     def __init__(self, connection: socket.socket, limit_bytes: int = LIMIT_BYTES):
         self._connection = connection
         self._limit_bytes = limit_bytes
-        self._step: collections.deque[_Delta] = collections.deque()
-        self._deltas: collections.deque[_Delta] = collections.deque()
-        self._messages: collections.deque[FromEngine] = collections.deque()
+        self._step: collections.deque[_Waiting] = collections.deque()
+        self._waiting: collections.deque[_Waiting] = collections.deque()
         self._num_waiting_bytes = 0
         self._is_closing = False
         self._is_broken = False
@@ -132,29 +123,20 @@ class Outbox:
 
     def add(self, sink: SocketSink, content: RequestOutput | JaxserveError) -> None:
         """Add an output or an error, which the next ``wake`` sends. On any thread."""
-        self._step.append(_Delta(sink, content, _estimate_bytes(content)))
+        self._step.append(_Waiting(content, sink, _estimate_bytes(content)))
 
     def wake(self, sinks: Sequence[Any]) -> None:
         """Send the outputs that were added. On any thread."""
         del sinks
-        with self._changed:
-            while self._step:
-                delta = self._step.popleft()
-                if not self._is_broken:
-                    self._deltas.append(delta)
-                    self._num_waiting_bytes += delta.num_bytes
-            self._changed.notify()
+        self._put(self._step)
 
     def send(self, message: FromEngine) -> None:
-        """Send another message, before waiting outputs. On any thread."""
-        with self._changed:
-            if not self._is_broken:
-                self._messages.append(message)
-                self._changed.notify()
+        """Send another message. On any thread."""
+        self._put(collections.deque([_Waiting(message)]))
 
     def send_heartbeat(self) -> None:
         """Send a heartbeat, unless another message waits, which does as well. On any thread."""
-        if not self._messages:
+        if not self._waiting:
             self.send(Heartbeat())
 
     def close(self, timeout_s: float) -> None:
@@ -164,24 +146,33 @@ class Outbox:
             self._changed.notify()
         self._thread.join(timeout_s)
 
-    def _has_work(self) -> bool:
-        return bool(self._messages or self._deltas)
+    def _put(self, added: collections.deque[_Waiting]) -> None:
+        """Move messages to those that wait; drop them once the connection has ended."""
+        with self._changed:
+            while added:
+                one = added.popleft()
+                if not self._is_broken:
+                    self._waiting.append(one)
+                    self._num_waiting_bytes += one.num_bytes
+            self._changed.notify()
+
+    def _take(self) -> list[_Waiting]:
+        """Wait for messages; return those to send next, none at the end."""
+        taken: list[_Waiting] = []
+        num_bytes = 0
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closing)
+            while self._waiting and num_bytes < _FRAME_BYTES:
+                taken.append(self._waiting.popleft())
+                num_bytes += taken[-1].num_bytes
+        return taken
 
     def _run(self) -> None:
         try:
-            while True:
+            while taken := self._take():
+                self._connection.sendall(b"".join(_frames(taken)))
                 with self._changed:
-                    self._changed.wait_for(lambda: self._has_work() or self._is_closing)
-                    if not self._has_work():
-                        return
-                    messages = list(self._messages)
-                    self._messages.clear()
-                for message in messages:
-                    self._connection.sendall(pack(message, MAX_FROM_ENGINE_BYTES))
-                deltas = self._take()
-                self._send_outputs(deltas)
-                with self._changed:
-                    self._num_waiting_bytes -= sum(delta.num_bytes for delta in deltas)
+                    self._num_waiting_bytes -= sum(one.num_bytes for one in taken)
         except OSError as error:
             logger.warning("outputs can no longer be sent: %s", error)
         except Exception:
@@ -192,38 +183,37 @@ class Outbox:
                 self._connection.shutdown(socket.SHUT_RDWR)
             with self._changed:
                 self._is_broken = True
-                self._messages.clear()
-                self._deltas.clear()
+                self._waiting.clear()
 
-    def _take(self) -> list[_Delta]:
-        """Return the outputs of the next frame."""
-        taken: list[_Delta] = []
-        num_bytes = 0
-        with self._changed:
-            while self._deltas and num_bytes < _FRAME_BYTES:
-                taken.append(self._deltas.popleft())
-                num_bytes += taken[-1].num_bytes
-        return taken
 
-    def _send_outputs(self, deltas: list[_Delta]) -> None:
-        sent = [(one.sink, one.sink.message(one.content)) for one in deltas if not one.sink.is_silent]
-        if not sent:
-            return
-        try:
-            frame = pack(Outputs([output for _, output in sent]), MAX_FROM_ENGINE_BYTES)
-        except FrameError:  # one output may be the reason
-            frame = b"".join(self._pack_alone(sink, output) for sink, output in sent)
-        self._connection.sendall(frame)
+def _frames(taken: Sequence[_Waiting]) -> Iterator[bytes]:
+    """Yield messages as frames, all outputs in one; a request whose output cannot be sent fails alone."""
+    outputs: list[tuple[SocketSink, Any]] = []
+    for one in taken:
+        if one.sink is None:
+            yield pack(one.content, MAX_FROM_ENGINE_BYTES)
+        elif not one.sink.is_silent:
+            outputs.append((one.sink, one.content))
+    if not outputs:
+        return
+    try:
+        yield _pack_outputs(outputs)
+    except FrameError:  # one output may be the reason
+        yield from (_pack_alone(sink, content) for sink, content in outputs)
 
-    def _pack_alone(self, sink: SocketSink, output: Output) -> bytes:
-        """Return one request's output as a frame; if it cannot be sent, that request fails."""
-        try:
-            return pack(Outputs([output]), MAX_FROM_ENGINE_BYTES)
-        except FrameError as error:
-            logger.error("request %s: cannot send its output: %s", sink.request_id, error)
-            sink.silence()
-            failure = RequestFailedError(f"request {sink.request_id} failed: its output cannot be sent, see the log")
-            return pack(Outputs([sink.message(failure)]), MAX_FROM_ENGINE_BYTES)
+
+def _pack_outputs(outputs: Sequence[tuple[SocketSink, Any]]) -> bytes:
+    return pack(Outputs([(sink.number, content) for sink, content in outputs]), MAX_FROM_ENGINE_BYTES)
+
+
+def _pack_alone(sink: SocketSink, content: Any) -> bytes:
+    try:
+        return _pack_outputs([(sink, content)])
+    except FrameError as error:
+        logger.error("request %s: cannot send its output: %s", sink.request_id, error)
+        sink.silence()
+        failure = RequestFailedError(f"request {sink.request_id} failed: its output cannot be sent, see the log")
+        return _pack_outputs([(sink, failure)])
 
 
 def _estimate_bytes(content: RequestOutput | JaxserveError) -> int:

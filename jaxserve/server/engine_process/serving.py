@@ -16,7 +16,6 @@ from jaxserve.server.engine_process.queries import Future, Queries
 from jaxserve.server.wire import (
     Cancel,
     EngineInfo,
-    Output,
     Outputs,
     Query,
     QueryResult,
@@ -90,7 +89,7 @@ class Serving:
         def prepare() -> RequestState:
             prepared = self._started.engine.prepare(request, message.arrival_s)
             if message.is_waiting:
-                self._outbox.send(Outputs([Output(message.number, _prompt_of(prepared))]))
+                self._outbox.send(Outputs([(message.number, _prompt_of(prepared))]))
             return prepared
 
         try:

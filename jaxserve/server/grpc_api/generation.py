@@ -11,7 +11,7 @@ from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.parsers import MessageDelta
-from jaxserve.server.chat import ChatParser, chat_request, check_variables
+from jaxserve.server.chat import CompletionParser, chat_request, check_variables
 from jaxserve.server.frontend import Frontend, sampling_params
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
 from jaxserve.server.packed_logprobs import write_output
@@ -79,7 +79,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _read_request(
         self, message: generation_pb2.GenerateRequest, kind: RequestOutputKind, timeout_s: float | None
-    ) -> tuple[RequestEntry, ChatParser | None]:
+    ) -> tuple[RequestEntry, CompletionParser | None]:
         """Return the entry of a request, and the parser of a conversation's completions.
 
         Args:
@@ -162,7 +162,7 @@ class _ResponseWriter:
         interval: Least number of tokens of a completion in a message, except in its first and its last.
     """
 
-    def __init__(self, parser: ChatParser | None, entry: RequestEntry, returns_prompt: bool, interval: int = 1):
+    def __init__(self, parser: CompletionParser | None, entry: RequestEntry, returns_prompt: bool, interval: int = 1):
         self._parser = parser
         self._entry = entry
         self._returns_prompt = returns_prompt
@@ -179,7 +179,7 @@ class _ResponseWriter:
         if is_first:
             response.prompt.CopyFrom(prompt_to_proto(output, with_tokens=self._returns_prompt))
             if self._parser is not None:
-                self._parser.begin(output.prompt)
+                self._parser.begin(self._entry.request, output.prompt)
         for completion in output.outputs:
             due = self._due(completion)
             if due is not None:

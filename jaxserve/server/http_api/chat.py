@@ -10,7 +10,7 @@ from jaxserve.api.chat_messages import check_messages, part_text
 from jaxserve.api.errors import RequestError
 from jaxserve.api.field_checks import flag, text
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
-from jaxserve.parsers import MessageDelta, ParsedMessage
+from jaxserve.parsers import MessageDelta, ParsedMessage, ToolCallDelta
 from jaxserve.server.chat import chat_request, check_variables
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.http_api.endpoint import HttpCall
@@ -96,7 +96,7 @@ class _ChatCompletions(GenerationResponse):
             self._echo = content if isinstance(content, str) else "\n".join(part_text(part) or "" for part in content)
 
     def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
-        self._parser.begin(output.prompt)
+        self._parser.begin(self.requests[0], output.prompt)
         if self.has_token_ids:
             self.more["prompt_token_ids"] = list(output.prompt_token_ids)
         if self.params.prompt_logprobs is not None:
@@ -105,10 +105,9 @@ class _ChatCompletions(GenerationResponse):
         return [self._choice(one) for one in output.outputs]
 
     def _choice(self, one: CompletionOutput) -> dict[str, Any]:
-        self._parser.feed(one.index, one.text, is_end=True)
         choice: dict[str, Any] = {
             "index": one.index,
-            "message": self._message(self._parser.message(one.index)),
+            "message": self._message(self._parser.whole(one.index, one.text)),
             "logprobs": self._logprobs(one),
             "finish_reason": self._parser.finish_reason(one.index, one.finish_reason or "stop"),
             "stop_reason": one.stop_reason,
@@ -142,21 +141,22 @@ class _ChatCompletions(GenerationResponse):
             as_ids=self.has_tokens_as_ids,
         )
 
-    def deltas(self, prompt: int, output: RequestOutput) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        found: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        if not self._has_begun:
-            self._has_begun = True
-            self._parser.begin(output.prompt)
-            used = {"usage": usage_object(len(output.prompt_token_ids), 0)} if self.has_usage_always else {}
-            ids = {"prompt_token_ids": list(output.prompt_token_ids)} if self.has_token_ids else {}
-            for index in range(self.params.n):
-                found.append((_chunk_choice(index, {"role": self._role, "content": ""}), {**used, **ids}))
-                if self._echo:
-                    found.append((_chunk_choice(index, {"content": self._echo}), {**used}))
-        for one in output.outputs:
-            choice = self._delta_choice(one)
-            if choice is not None:
-                found.append((choice, {}))
+    def chunks(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
+        first = [] if self._has_begun else self._first_chunks(output)
+        self._has_begun = True
+        choices = map(self._delta_choice, output.outputs)
+        return [*first, *({"choices": [choice]} for choice in choices if choice is not None)]
+
+    def _first_chunks(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """Return the chunks before any text: the role of each choice, and its echo."""
+        self._parser.begin(self.requests[0], output.prompt)
+        used = {"usage": usage_object(len(output.prompt_token_ids), 0)} if self.has_usage_always else {}
+        ids = {"prompt_token_ids": list(output.prompt_token_ids)} if self.has_token_ids else {}
+        found: list[dict[str, Any]] = []
+        for index in range(self.params.n):
+            found.append({"choices": [_chunk_choice(index, {"role": self._role, "content": ""})], **used, **ids})
+            if self._echo:
+                found.append({"choices": [_chunk_choice(index, {"content": self._echo})], **used})
         return found
 
     def _delta_choice(self, one: CompletionOutput) -> dict[str, Any] | None:
@@ -186,13 +186,13 @@ def _delta_object(delta: MessageDelta) -> dict[str, Any]:
         found["reasoning"] = found["reasoning_content"] = delta.reasoning
     if delta.content:
         found["content"] = delta.content
-    calls: list[dict[str, Any]] = []
-    for one in delta.tool_calls:
-        if one.id is None:
-            calls.append({"index": one.index, "function": {"arguments": one.arguments}})
-        else:
-            function = {"name": one.name, "arguments": one.arguments}
-            calls.append({"index": one.index, "id": one.id, "type": "function", "function": function})
-    if calls:
-        found["tool_calls"] = calls
+    if delta.tool_calls:
+        found["tool_calls"] = [_call_delta(one) for one in delta.tool_calls]
     return found
+
+
+def _call_delta(one: ToolCallDelta) -> dict[str, Any]:
+    if one.id is None:
+        return {"index": one.index, "function": {"arguments": one.arguments}}
+    function = {"name": one.name, "arguments": one.arguments}
+    return {"index": one.index, "id": one.id, "type": "function", "function": function}

@@ -71,9 +71,9 @@ class _Completions(GenerationResponse):
             self._first_fields[prompt] = self._prompt_fields(prompt, output)
         return [self._choice(prompt, one) for one in output.outputs]
 
-    def deltas(self, prompt: int, output: RequestOutput) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def chunks(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         return [
-            (choice, {})
+            {"choices": [choice]}
             for choice in self.choices(prompt, output)
             if self.has_token_ids or choice["text"] or choice["finish_reason"] or choice["logprobs"]
         ]

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
@@ -21,6 +20,8 @@ from jaxserve.server.tracing import remember_trace
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+_NOBODY = Caller("anonymous", frozenset())
+
 DISCONNECTED = "jaxserve.disconnected"
 """Key of a connection's scope, True once the client has disconnected."""
 STATUS = "jaxserve.status"
@@ -37,30 +38,21 @@ class HttpCall:
         frontend: The front end.
         caller: Who sent it.
         request: Path and headers.
-        raw: The body.
+        body: The parsed body; empty for GET.
         unused: Names of fields without effect.
     """
 
     frontend: Frontend
     caller: Caller
     request: Request
-    raw: bytes
+    body: dict[str, Any]
     unused: list[str] = dataclasses.field(default_factory=list[str])
-
-    @functools.cached_property
-    def body(self) -> dict[str, Any]:
-        """The parsed body.
-
-        Raises:
-            RequestError: No JSON object.
-        """
-        return read_json(self.raw)
 
     def fields(self, table: Mapping[str, Check], needs: str) -> dict[str, Any]:
         """Check the body's fields, and that the model it names exists; note those without effect.
 
         Raises:
-            RequestError: No JSON object, or a field that is wrong, missing or (if the server is strict) unknown.
+            RequestError: A field is wrong, missing or (if the server is strict) unknown.
             UnknownModelError: It names another model.
         """
         fields, self.unused = read_fields(self.body, table, needs=needs, is_strict=self.frontend.config.strict)
@@ -93,11 +85,13 @@ class Endpoint:
         remember_trace(request.headers)
 
         async def respond() -> None:
-            response = await self._handler(HttpCall(self._frontend, caller, request, bytes(raw)))
+            response = await self._handler(
+                HttpCall(self._frontend, caller, request, read_json(raw) if self._has_body else {})
+            )
             await response(scope, receive, send)
 
         try:
-            caller = Caller("anonymous", frozenset())
+            caller = _NOBODY
             if self._scope is not None:
                 caller = self._frontend.authenticator.caller(request.headers.get("authorization"))
                 if self._scope:

@@ -58,7 +58,7 @@ def check_known(unknown: list[str], table: Mapping[str, Check]) -> None:
             raise RequestError(f"unknown field {name[:100]!r}{hint}", parameter=name[:100])
 
 
-def read_json(raw: bytes) -> dict[str, Any]:
+def read_json(raw: bytes | bytearray) -> dict[str, Any]:
     """Parse a request's body.
 
     Raises:

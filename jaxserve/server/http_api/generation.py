@@ -2,7 +2,6 @@
 
 import abc
 import asyncio
-import contextlib
 import importlib.metadata
 import json
 import math
@@ -148,21 +147,27 @@ def request_fields(call: HttpCall, fields: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RequestError: A wrong time limit.
     """
-    scope, label, timeout_s = call.request.scope, fields.get("request_id"), None
-    if label is not None and scope.get(LABEL) is None:
-        scope[LABEL] = label[:128].encode("unicode_escape").decode("ascii")
-    written = call.request.headers.get("x-request-timeout")
-    if written is not None:
-        with contextlib.suppress(ValueError):
-            timeout_s = float(written)
-        if timeout_s is None or not 0 < timeout_s < math.inf:
-            message = f"the header X-Request-Timeout must be a number of seconds above 0, got {written[:40]!r}"
-            raise RequestError(message, parameter="X-Request-Timeout", value=written)
+    scope = call.request.scope
+    if "request_id" in fields and scope.get(LABEL) is None:
+        scope[LABEL] = fields["request_id"][:128].encode("unicode_escape").decode("ascii")
     return {
         **{name: fields[name] for name in _REQUEST_FIELDS if name in fields},
-        "timeout_s": timeout_s,
+        "timeout_s": _timeout_s(call.request.headers.get("x-request-timeout")),
         "is_strict_length": "max_tokens" in fields or "max_completion_tokens" in fields,
     }
+
+
+def _timeout_s(written: str | None) -> float | None:
+    if written is None:
+        return None
+    try:
+        timeout_s = float(written)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s < math.inf:
+        message = f"the header X-Request-Timeout must be a number of seconds above 0, got {written[:40]!r}"
+        raise RequestError(message, parameter="X-Request-Timeout", value=written)
+    return timeout_s
 
 
 def prompt_requests(
@@ -287,22 +292,25 @@ class GenerationResponse(abc.ABC):
     is_echo_only = False
 
     def __init__(self, call: HttpCall, fields: Mapping[str, Any], id_prefix: str, kind: str):
-        config, self.call = call.frontend.config, call
+        config, options = call.frontend.config, fields.get("stream_options")
+        self.call = call
         self.is_streamed = fields.get("stream", False)
-        unused, options = call.unused + _unused_parts(fields, config), fields.get("stream_options") or {}
+        if options or fields.get("response_format"):
+            call.unused += _unused_parts(fields, config)
         if options and not self.is_streamed:
             message = "Stream options can only be defined when `stream=True`."
             raise RequestError(message, parameter="stream_options")
         if self.is_streamed and fields.get("prompt_logprobs"):
             message = "`prompt_logprobs` are not available when `stream=True`."
             raise RequestError(message, parameter="prompt_logprobs")
-        self.has_usage = config.enable_force_include_usage or bool(options.get("include_usage"))
+        wanted = options or dict[str, bool]()
+        self.has_usage = config.enable_force_include_usage or bool(wanted.get("include_usage"))
         self.has_usage_always = config.enable_force_include_usage or (
-            self.has_usage and bool(options.get("continuous_usage_stats"))
+            self.has_usage and bool(wanted.get("continuous_usage_stats"))
         )
         self.has_token_ids = fields.get("return_token_ids", False)
         self.has_tokens_as_ids = fields.get("return_tokens_as_token_ids", config.return_tokens_as_token_ids)
-        self._headers = unused_fields_header(unused)
+        self._headers = unused_fields_header(call.unused)
         self.head = response_head(call.frontend, id_prefix, kind)
         self.more: dict[str, Any] = {}
 
@@ -311,8 +319,8 @@ class GenerationResponse(abc.ABC):
         """Return the choices of the prompt with this index."""
 
     @abc.abstractmethod
-    def deltas(self, prompt: int, output: RequestOutput) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return deltas of choices of the prompt with this index, each with more fields of its chunk."""
+    def chunks(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """Return chunks with deltas of the choices of the prompt with this index."""
 
     async def prepare(self, prompt: int, output: RequestOutput) -> None:
         """Ask the engine for what the choices of an output need besides it."""
@@ -343,20 +351,20 @@ class GenerationResponse(abc.ABC):
         async with aclosing(generate_all(self.call, self._entries)) as outputs:
             async for prompt, output in outputs:
                 await self.prepare(prompt, output)
-                events = await write_output(output, self._chunks, begin, prompt, output)
+                events = await write_output(output, self._chunk_events, begin, prompt, output)
                 if events:
                     yield events
         yield (_event(begin, {"choices": [], "usage": self._usage()}) if self.has_usage else b"") + DONE
 
-    def _chunks(self, begin: str, prompt: int, output: RequestOutput) -> bytes:
-        """Return the events of an output of the prompt with this index."""
-        events, entry = b"", self._entries[prompt]
-        for choice, more in self.deltas(prompt, output):
-            if self.has_usage_always and "usage" not in more:
-                num_generated = 0 if self.is_echo_only else entry.num_generated[choice["index"] % self.params.n]
-                more["usage"] = usage_object(entry.num_prompt_tokens or 0, num_generated)
-            events += _event(begin, {"choices": [choice], **more})
-        return events
+    def _chunk_events(self, begin: str, prompt: int, output: RequestOutput) -> bytes:
+        chunks = self.chunks(prompt, output)
+        if self.has_usage_always:
+            entry = self._entries[prompt]
+            for chunk in chunks:
+                index = chunk["choices"][0]["index"] % self.params.n
+                num_generated = 0 if self.is_echo_only else entry.num_generated[index]
+                chunk.setdefault("usage", usage_object(entry.num_prompt_tokens or 0, num_generated))
+        return b"".join(_event(begin, chunk) for chunk in chunks)
 
     def _usage(self) -> dict[str, Any]:
         num_prompt = sum(entry.num_prompt_tokens or 0 for entry in self._entries)

@@ -84,18 +84,13 @@ async def send_events(events: AsyncGenerator[bytes, None], headers: Mapping[str,
         await send({"type": "http.response.start", "status": 200, "headers": encoded})
         while event:
             await send({"type": "http.response.body", "body": event, "more_body": True})
-            event = await _next_event(events)
+            try:
+                event = await anext(events, b"")
+            except Exception as error:
+                if not isinstance(error, JaxserveError):
+                    logger.exception("a stream failed")
+                event = f"data: {json_text(error_object(error))}\n\n".encode("utf-8", "replace") + DONE
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _next_event(events: AsyncGenerator[bytes, None]) -> bytes:
-    """Return the next event, an error as the last one; b"" at the end."""
-    try:
-        return await anext(events, b"")
-    except Exception as error:
-        if not isinstance(error, JaxserveError):
-            logger.exception("a stream failed")
-        return f"data: {json_text(error_object(error))}\n\n".encode("utf-8", "replace") + DONE
 
 
 def unused_fields_header(names: Sequence[str]) -> dict[str, str]:

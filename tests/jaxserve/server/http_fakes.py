@@ -13,13 +13,10 @@ from jaxserve.api.outputs import CompletionOutput, FinishReason, RequestMetrics,
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_params import check_against
-from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.frontend import Frontend, ParserNames, sampling_params
 from jaxserve.server.http_api.app import make_app
-from jaxserve.server.ledger import Ledger
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
-from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import EngineInfo
 
@@ -225,11 +222,9 @@ def make_server(
     engine: FakeEngine | None = None, *, parsers: ParserNames | None = None, limit: int = 4000, **settings: Any
 ) -> "Server":
     """An open server over an engine."""
-    config, ledger, engine = ServerConfig(**settings), Ledger(), engine or FakeEngine()
-    ledger.open(limit)
-    frontend = Frontend(
-        config, engine, ledger, Authenticator(config), RequestLog(config, "tiny"), "tiny", parsers or ParserNames()
-    )
+    engine = engine or FakeEngine()
+    frontend = Frontend(ServerConfig(**settings), engine, "tiny", parsers or ParserNames())
+    frontend.ledger.open(limit)
     return Server(frontend, engine)
 
 

@@ -83,7 +83,7 @@ class Line:
         """The outputs of the next frame, which has nothing else."""
         frame = self.read()
         assert isinstance(frame, Outputs)
-        return [(output.number, output.content) for output in frame.outputs]
+        return list(frame.outputs)
 
     def read_until_finished(self, *numbers: int) -> dict[int, list[Content]]:
         """All outputs of all requests, until these have ended."""
@@ -209,8 +209,8 @@ def test_an_aborted_request_that_is_behind_says_so_once(make_line: Callable[...,
     line.outbox.send(QueryResult(99, None))
     while not isinstance(frame := line.read(), QueryResult):
         assert isinstance(frame, Outputs)
-        for output in frame.outputs:
-            found[output.number].append(output.content)
+        for number, content in frame.outputs:
+            found[number].append(content)
     for number, outputs in found.items():
         assert sum(is_last(output) for output in outputs) == 1
         tokens = token_ids(outputs)
@@ -299,7 +299,7 @@ def test_a_front_end_that_has_gone_stops_no_step(make_line: Callable[..., Line])
     wait_for(lambda: line.engine.num_steps >= 1000 and not line.engine.num_unfinished)
     line.outbox.send(QueryResult(1, None))
     line.outbox.close(PATIENCE_S)
-    assert not line.outbox._deltas and not line.outbox._messages
+    assert not line.outbox._waiting
 
 
 def test_what_waits_is_sent_before_the_end(make_line: Callable[..., Line]) -> None:
@@ -318,9 +318,9 @@ def test_heartbeats_do_not_pile_up(make_line: Callable[..., Line]) -> None:
     line = make_line()
     big = "x" * (4 << 20)
     line.outbox.send(QueryResult(1, big))  # more than the socket takes
-    wait_for(lambda: not line.outbox._messages)
+    wait_for(lambda: not line.outbox._waiting)
     for _ in range(1000):
         line.outbox.send_heartbeat()
-    assert len(line.outbox._messages) == 1
+    assert len(line.outbox._waiting) == 1
     assert line.read() == QueryResult(1, big)
     assert line.read() == Heartbeat()

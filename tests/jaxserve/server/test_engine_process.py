@@ -24,12 +24,9 @@ from jaxserve.api.outputs import CompletionOutput
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
-from jaxserve.server.auth import Authenticator
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
-from jaxserve.server.ledger import Ledger
-from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
 from tests.faults.steps import slow_steps
 from tests.observed_engine import ANYBODY
@@ -456,7 +453,7 @@ def test_a_deadline_in_the_queue_means_no_prefill(run: Run, client: EngineClient
 def test_too_many_waiting_prompt_tokens_are_refused_at_once_and_the_rest_runs(run: Run, client: EngineClient) -> None:
     async def burst(text: str, count: int) -> list[Any]:
         request, config = asked(text, LONG.clone(max_tokens=40)), ServerConfig(max_num_queued_tokens=300)
-        frontend = Frontend(config, client, Ledger(), Authenticator(config), RequestLog(config), "demo")
+        frontend = Frontend(config, client, "demo")
         frontend.open()
 
         async def ask(name: str) -> list[RequestOutput]:

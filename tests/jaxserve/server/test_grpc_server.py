@@ -21,12 +21,9 @@ from hypothesis import strategies as st
 
 from jaxserve.api.errors import ConfigError, OverloadedError
 from jaxserve.client import AsyncClient
-from jaxserve.server.auth import Authenticator
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.server import GENERATION, MAX_METADATA_BYTES, GrpcServer
-from jaxserve.server.ledger import Ledger
 from jaxserve.server.proto.jaxserve.v1 import generation_pb2, generation_pb2_grpc
-from jaxserve.server.request_log import RequestLog
 from jaxserve.server.settings import ServerConfig
 from tests.conftest import REPOSITORY
 from tests.grpc_servers import FakeEngine, connected, run, serving
@@ -40,7 +37,7 @@ REQUEST = generation_pb2.GenerateRequest(text="Hi")
 def make_server(**settings: Any) -> GrpcServer:
     """A server that does not listen yet."""
     config = ServerConfig(**{"port": -1, "grpc_port": 0, "admin_port": 0, **settings})
-    frontend = Frontend(config, FakeEngine(), Ledger(), Authenticator(config), RequestLog(config), "fake")
+    frontend = Frontend(config, FakeEngine(), "fake")
     return GrpcServer(frontend, lambda timeout_s: None)
 
 

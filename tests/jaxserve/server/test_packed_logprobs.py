@@ -9,7 +9,7 @@ import pytest
 from jaxserve.api.logprobs import FlatLogprobs, Logprob
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.server.packed_logprobs import MAX_ENTRIES_ON_LOOP, PackedLogprobs, write_output
-from jaxserve.server.wire import HEADER, Output, Outputs, pack, unpack
+from jaxserve.server.wire import HEADER, Outputs, pack, unpack
 
 POSITIONS = [
     {7: Logprob(-0.5, 2, "é", b"\xc3", 0), 9: Logprob(-math.inf, 1, "")},
@@ -58,13 +58,13 @@ def test_they_cross_as_arrays() -> None:
         finished=True,
         prompt_logprobs=PROMPT,
     )
-    found = unpack(pack(Outputs([Output(1, output)]), 1 << 20)[HEADER.size :]).outputs[0].content
+    found = unpack(pack(Outputs([(1, output)]), 1 << 20)[HEADER.size :]).outputs[0][1]
     assert_same(found.prompt_logprobs, PROMPT)
     assert_same(found.outputs[0].logprobs, POSITIONS)
     assert not found.prompt_logprobs[0]
     plain = CompletionOutput(0, "x", [7])
     output.outputs, output.prompt_logprobs = [plain], None
-    found = unpack(pack(Outputs([Output(1, output)]), 1 << 20)[HEADER.size :]).outputs[0].content
+    found = unpack(pack(Outputs([(1, output)]), 1 << 20)[HEADER.size :]).outputs[0][1]
     assert found.outputs == [plain] and found.prompt_logprobs is None
 
 

@@ -23,7 +23,7 @@ GREEDY = "{% set ns = namespace(x='xxxxxxxx') %}{% for a in range(60) %}{% set n
 MESSAGES = [{"role": "user", "content": "é"}]
 SPECIAL = {"bos_token": "<s>"}
 
-Render = Callable[..., str]
+Render = Callable[..., str | None]
 
 
 def told(templates: dict[str, str], own: str | None = None) -> EngineInfo:
@@ -43,9 +43,9 @@ def renderers() -> Iterator[Renderers]:
 def render(renderers: Renderers) -> Render:
     """Renders a conversation."""
 
-    async def rendered(template: str, chat: dict[str, Any]) -> str:
+    async def rendered(template: str, chat: dict[str, Any]) -> str | None:
         async with asyncio.timeout(PATIENCE_S):
-            return await renderers.begin({"messages": MESSAGES, **chat}, told({"default": template}))
+            return await renderers.render({"messages": MESSAGES, **chat}, told({"default": template}))
 
     return lambda template=TEMPLATE, **chat: asyncio.run(rendered(template, chat))
 
@@ -63,8 +63,8 @@ def test_contents_have_the_format_of_the_server() -> None:
     for content_format in ("auto", "string", "openai"):
         made = Renderers(LIMIT_S, content_format)
 
-        async def rendered(made: Renderers = made) -> str:
-            return await made.begin(chat, told({"default": template}))
+        async def rendered(made: Renderers = made) -> str | None:
+            return await made.render(chat, told({"default": template}))
 
         found[content_format] = asyncio.run(rendered())
         made.end(UnavailableError("over"))
@@ -75,9 +75,11 @@ def test_contents_have_the_format_of_the_server() -> None:
 def test_what_nobody_wants_any_more_is_left_out(renderers: Renderers, render: Render) -> None:
     async def leave() -> None:
         info = told({"default": LOOP})
-        running = [renderers.begin({"messages": MESSAGES}, info) for _ in range(4)]
-        waiting = renderers.begin({"messages": MESSAGES}, info)
-        waiting.cancel()
+        running = [asyncio.create_task(renderers.render({"messages": MESSAGES}, info)) for _ in range(4)]
+        waiting = asyncio.create_task(renderers.render({"messages": MESSAGES}, info, "waiting"))
+        await asyncio.sleep(0)
+        assert renderers.abort(["", "waiting"]) == ["waiting"]
+        assert await waiting is None
         await asyncio.gather(*running, return_exceptions=True)
 
     begin_s = time.monotonic()
@@ -110,7 +112,7 @@ def test_a_template_that_takes_too_much_fails_alone(
 
     async def together() -> list[Any]:
         infos = [told({"default": template}) for template in (bomb, bomb, *[TEMPLATE] * 8)]
-        waiting = [renderers.begin({"messages": MESSAGES}, info) for info in infos]
+        waiting = [renderers.render({"messages": MESSAGES}, info) for info in infos]
         return await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), PATIENCE_S)
 
     found = asyncio.run(together())
@@ -124,7 +126,7 @@ def test_a_template_that_takes_too_much_fails_alone(
 def test_processes_end_with_their_owner() -> None:
     async def main() -> None:
         made = Renderers(1000.0)
-        bomb = made.begin({"messages": MESSAGES}, told({"default": LOOP}))
+        bomb = asyncio.create_task(made.render({"messages": MESSAGES}, told({"default": LOOP})))
         async for _ in pauses():
             if made._processes._all and not made._processes._idle:
                 break
@@ -134,7 +136,7 @@ def test_processes_end_with_their_owner() -> None:
         with pytest.raises(UnavailableError, match="shutting down"):
             await bomb
         with pytest.raises(UnavailableError, match="shutting down"):
-            await made.begin({"messages": MESSAGES}, told({"default": TEMPLATE}))
+            await made.render({"messages": MESSAGES}, told({"default": TEMPLATE}))
         made.close()
         assert processes and all(process.returncode is not None for process in processes)
 
@@ -151,10 +153,10 @@ async def pauses() -> AsyncIterator[None]:
 
 
 def test_templates_are_chosen_as_everywhere(renderers: Renderers) -> None:
-    def rendered(own: str | None = None, templates: dict[str, str] | None = None, **chat: Any) -> str:
-        async def run() -> str:
+    def rendered(own: str | None = None, templates: dict[str, str] | None = None, **chat: Any) -> str | None:
+        async def run() -> str | None:
             named = {"default": "default {{ 1 }}", "tool_use": "tools {{ 1 }}"} if templates is None else templates
-            return await renderers.begin({"messages": MESSAGES, **chat}, told(named, own))
+            return await renderers.render({"messages": MESSAGES, **chat}, told(named, own))
 
         return asyncio.run(run())
 

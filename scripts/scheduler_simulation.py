@@ -10,13 +10,25 @@ import time
 from typing import NamedTuple
 
 from jaxserve.api.request import Request
-from jaxserve.bench.traces import MAX_PIECE_ID, Trace, symbolic_prompt
+from jaxserve.bench.traces import MAX_PIECE_ID, Trace, pieces
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
 from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.row_starts import RowStarts
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
+
+
+class Reuse(NamedTuple):
+    """Prompt tokens of a trace, and how many of them an unlimited cache would have."""
+
+    num_prompt_tokens: int
+    num_reused_tokens: int
+
+    @property
+    def rate(self) -> float:
+        """Reused fraction, in 0..1."""
+        return self.num_reused_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,3 +211,37 @@ def make_scheduler(settings: Settings) -> Scheduler:
         settings.max_num_seqs, settings.max_num_batched_tokens, settings.long_prefill_token_threshold
     )
     return Scheduler(limits, PageAllocator(settings.num_pages, settings.page_size, settings.is_caching))
+
+
+def symbolic_prompt(trace: Trace, index: int) -> list[int]:
+    """Return a prompt for code that only compares tokens: each token is the id of its piece, or unique to the
+    request."""
+    request = trace.requests[index]
+    if not request.piece_ids:
+        return [MAX_PIECE_ID + 1 + index] * request.num_prompt_tokens
+    prompt: list[int] = []
+    for name, length in pieces(trace, request):
+        prompt += [name] * length
+    return prompt
+
+
+def trace_reuse(trace: Trace, page_size: int) -> Reuse:
+    """Return the hits of an unlimited prefix cache of whole pages, with prompts processed one after the other.
+
+    A page is a hit when it and all before it were in an earlier prompt; at least one token of each prompt is not a hit.
+    """
+    longest: dict[tuple[int, int], tuple[int, int]] = {}  # (node, piece id) -> (next node, tokens seen)
+    total = reused = 0
+    for request in trace.requests:
+        node = matched = 0
+        is_shared = True
+        for name, length in pieces(trace, request):
+            child, seen = longest.get((node, name), (len(longest) + 1, 0))
+            if is_shared:
+                matched += min(length, seen)
+                is_shared = seen >= length
+            longest[node, name] = (child, max(seen, length))
+            node = child
+        total += request.num_prompt_tokens
+        reused += min(matched, request.num_prompt_tokens - 1) // page_size * page_size
+    return Reuse(total, reused)

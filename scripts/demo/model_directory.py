@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
-from jaxserve.demo.training_text import PIECES, SPECIAL_TOKENS, TOKEN_IDS
+from scripts.demo.training_text import PIECES, SPECIAL_TOKENS, TOKEN_IDS
 
 NUM_LAYERS = 4
 HIDDEN_SIZE = 128
