@@ -3,9 +3,9 @@
     python scripts/bench_loading.py                                  all formats, matrices of 4096 x 4096
     python scripts/bench_loading.py --formats "awq" "gguf Q4_K"
 
-Each format is loaded in a process of its own, from the page cache to bfloat16, in turns with the native kernel and with
-NumPy alone. Prints the bytes of bfloat16 written per second (the fastest of the repetitions) and how far the peak of the
-process's memory is above the loaded arrays.
+Each format is loaded in a process of its own, from the page cache to bfloat16, in turns with the native kernel and
+with NumPy alone. Prints the bytes of bfloat16 written per second (the fastest of the repetitions) and how far the peak
+of the process's memory is above the loaded arrays.
 """
 
 import argparse

@@ -28,6 +28,10 @@ def groups(draw: st.DrawFn, rng: np.random.Generator, length: int) -> tuple[np.n
     return rng.permutation(index) if kind == "any" else index, int(index.max()) + 1
 
 
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.normal(size=shape).astype(np.float32)
+
+
 @st.composite
 def planes(draw: st.DrawFn) -> Planes:
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
@@ -38,12 +42,12 @@ def planes(draw: st.DrawFn) -> Planes:
     size = draw(st.sampled_from([16, 256]))
     dtype: Any = draw(st.sampled_from([np.uint8, np.int8]))
     codes = rng.integers(0, size, (rows, columns)).astype(np.uint8)
-    table = np.float32(rng.normal(size=size)) if draw(st.booleans()) else None
-    scales = np.float32(rng.normal(size=grid) * 10.0 ** draw(st.sampled_from([-41, -3, 0, 37])))
+    table = normal(rng, size) if draw(st.booleans()) else None
+    scales = normal(rng, *grid) * np.float32(10.0 ** draw(st.sampled_from([-41, -3, 0, 37])))
     if column_index is None and row_index is None and draw(st.booleans()):
         scales = scales.T.copy().T
-    zeros = draw(st.sampled_from([None, rng.integers(0, 16, grid).astype(np.uint8), np.float32(rng.normal(size=grid))]))
-    biases = np.float32(rng.normal(size=grid)) if draw(st.booleans()) else None
+    zeros = draw(st.sampled_from([None, rng.integers(0, 16, grid).astype(np.uint8), normal(rng, *grid)]))
+    biases = normal(rng, *grid) if draw(st.booleans()) else None
     codes = codes if table is not None else codes.view(dtype)
     if draw(st.booleans()):
         codes = np.asfortranarray(codes)
