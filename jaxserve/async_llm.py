@@ -52,7 +52,7 @@ class AsyncLLM(RunningModel):
     """
 
     def __init__(self, model: str, **arguments: Any):
-        super().__init__(EngineConfig.from_arguments(model, **{**SERVING_DEFAULTS, **arguments}), is_on_demand=False)
+        super().__init__(EngineConfig.from_arguments(model, **{**SERVING_DEFAULTS, **arguments}))
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -68,6 +68,10 @@ class AsyncLLM(RunningModel):
         ``asyncio.to_thread``.
         """
         self._stop(timeout)
+
+    @property
+    def _is_on_demand(self) -> bool:
+        return False
 
     @property
     def is_running(self) -> bool:

@@ -44,7 +44,7 @@ class LLM(RunningModel):
     """
 
     def __init__(self, model: str, **arguments: Any):
-        super().__init__(EngineConfig.from_arguments(model, **arguments), is_on_demand=True)
+        super().__init__(EngineConfig.from_arguments(model, **arguments))
         self._calls = Calls(self._loop, self.engine.prepare, not self.config.disable_log_stats)
 
     def __enter__(self) -> "LLM":
@@ -57,6 +57,10 @@ class LLM(RunningModel):
         """Free the devices' memory, after the current step. Calls in progress then fail."""
         self._loop.check_outside()
         self._stop()
+
+    @property
+    def _is_on_demand(self) -> bool:
+        return True
 
     @property
     def vocab_size(self) -> int:

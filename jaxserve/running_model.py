@@ -1,5 +1,6 @@
 """What ``LLM`` and ``AsyncLLM`` share: a started engine, its loop, and what can be asked about it."""
 
+import abc
 import atexit
 import logging
 import weakref
@@ -18,25 +19,29 @@ from jaxserve.text.chat_prompt import read_template
 logger = logging.getLogger(__name__)
 
 
-class RunningModel:
+class RunningModel(abc.ABC):
     """A model on its devices, and the thread that steps it.
 
     Args:
         config: The engine's settings.
-        is_on_demand: See ``Loop``.
     """
 
-    def __init__(self, config: EngineConfig, is_on_demand: bool):
+    def __init__(self, config: EngineConfig):
         self._chat_template = read_template(config.chat_template)
         self._resharder = Resharder(config, start_engine(config))
         logger.info("%s", self.ledger)
         self.engine = self._started.engine
         stats = None if config.disable_log_stats else StatsLogger(self.ledger.device)
-        self._loop = Loop(self.engine, stats, is_on_demand)
+        self._loop = Loop(self.engine, stats, self._is_on_demand)
         # At exit the thread must end before JAX shuts down. The reference is weak so that unused engines free their
         # memory.
         atexit.register(self._loop.stop)
         weakref.finalize(self, self._loop.stop).atexit = False
+
+    @property
+    @abc.abstractmethod
+    def _is_on_demand(self) -> bool:
+        """See ``Loop``."""
 
     @property
     def config(self) -> EngineConfig:

@@ -226,8 +226,8 @@ class Admission:
             if params.logprobs is not None or params.logprob_token_ids:
                 samples[-1].logprobs = FlatLogprobs() if params.flat_logprobs else []
                 samples[-1].offsets = None if pieces is None else TextOffsets(pieces, prompt)
-        if len(samples) > 1:
-            samples[0].sequence.followers = [sample.sequence for sample in samples[1:]]
+        first, *others = [sample.sequence for sample in samples]
+        first.followers = others
         return samples
 
     def _bad_words(self, words: collections.abc.Sequence[str]) -> list[tuple[int, ...]]:

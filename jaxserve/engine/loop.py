@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import logging
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,16 +12,16 @@ from typing import TypeVar
 from jaxserve.api.errors import (
     SHUT_DOWN,
     DeadlineError,
-    EngineBusyError,
     EngineDeadError,
     JaxserveError,
     RequestFailedError,
     unforeseen,
 )
 from jaxserve.api.outputs import RequestOutput
+from jaxserve.engine.command_thread import CommandThread
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.engine.stream import StepEngine, Stream, wake_readers
+from jaxserve.engine.stream import StepEngine, Stream, deadline_error, wake_readers
 from jaxserve.structured_output.grammars import copy_error
 
 logger = logging.getLogger(__name__)
@@ -32,27 +31,20 @@ T = TypeVar("T")
 _NUM_THREADS = 2  # more would only slow the steps down
 
 
-class Loop:
+class Loop(CommandThread):
     """Prepares requests, steps an engine while it has any, and puts outputs into the sinks of streams. Thread-safe.
 
     An output is made when the sink has room for it, or if it is the last; until then tokens stay in the request.
-
-    The inbox is a ``SimpleQueue``, which a signal handler that raises cannot leave locked: callers of ``begin``,
-    ``want`` and ``drop`` may be interrupted anywhere.
 
     Args:
         engine: The engine, which only the loop's thread steps from now on.
         stats: Logs statistics periodically; None for no log.
         is_on_demand: Whether to step only while a caller waits for a stream: from ``begin`` or ``want`` to its output.
             Then streams that are open at the end fail; else they end with the tokens so far.
-
-    Attributes:
-        failure: The error that stopped the engine; None if it runs or was shut down.
-        num_done: Number of steps and commands so far; grows while the engine makes progress.
-        is_idle: Whether the engine has no work, so that ``num_done`` need not grow.
     """
 
     def __init__(self, engine: StepEngine, stats: StatsLogger | None = None, is_on_demand: bool = False):
+        super().__init__("jaxserve-engine", "it was closed" if is_on_demand else "it was shut down")
         self._engine = engine
         self._stats = stats
         self._is_on_demand = is_on_demand
@@ -61,16 +53,10 @@ class Loop:
         self._wanted: set[Stream] = set()
         self._behind: list[Stream] = []
         self._next_deadline_s = math.inf
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._drain_until_s: float | None = None
-        self.failure: BaseException | None = None
-        self._is_stopped = False
         self._has_ended_streams = threading.Event()
-        self.num_done = 0
-        self.is_idle = False
         self._pool = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "jaxserve-prepare")
-        self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
 
     @property
@@ -158,53 +144,6 @@ class Loop:
 
         return self.call(abort)
 
-    def call(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
-        """Run a function on the engine's thread, between two steps.
-
-        Raises:
-            EngineDeadError: The engine failed or was shut down.
-        """
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                if self._is_stopped:
-                    raise self._dead()
-                future.set_result(function())
-            except BaseException as error:  # a caller waits for the future, whatever happens
-                future.set_exception(error)
-                if isinstance(error, EngineDeadError) and not self._is_stopped:
-                    raise  # the function has stopped the engine
-
-        self._post(run)
-        return future
-
-    def run(self, function: Callable[[], T]) -> T:
-        """Call a function as ``call`` does, and wait for it to end, even if a signal handler raises meanwhile.
-
-        Raises:
-            EngineBusyError: The caller is on the engine's thread.
-            EngineDeadError: The engine failed or was shut down.
-        """
-        self.check_outside()
-        future = self.call(function)
-        try:
-            return future.result()
-        except BaseException:
-            concurrent.futures.wait([future])
-            raise
-
-    def check_outside(self) -> None:
-        """Check that the caller may wait for the engine.
-
-        Raises:
-            EngineBusyError: It runs on the engine's thread, where nothing would go on.
-        """
-        if self._is_own_thread:
-            raise EngineBusyError("this call comes from inside a step of the same engine; call it between two steps")
-
     def call_aside(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
         """Run a short function on the threads that prepare requests.
 
@@ -249,22 +188,6 @@ class Loop:
 
     # ---------------------------------------------------------------- other threads
 
-    @property
-    def _is_own_thread(self) -> bool:
-        return threading.current_thread() is self._thread
-
-    def _post(self, command: Callable[[], None]) -> None:
-        """Queue a command for the thread.
-
-        Raises:
-            EngineDeadError: The thread has ended.
-        """
-        if self._is_stopped:
-            raise self._dead()
-        self._inbox.put(command)
-        if self._is_stopped:  # perhaps since then
-            self._run_leftovers()
-
     def _prepare(self, stream: Stream, prepare: Callable[[], RequestState]) -> None:
         """Prepare a request, and queue it once its grammar is compiled."""
         try:
@@ -294,19 +217,14 @@ class Loop:
             failure = self._dead()
         self.refuse(stream, failure)
 
-    def _dead(self) -> EngineDeadError:
-        reason = "it was closed" if self._is_on_demand else "it was shut down"
-        error = EngineDeadError(f"the engine stopped: {self.failure or reason}")
-        error.__cause__ = self.failure
-        return error
-
     # ---------------------------------------------------------------- the loop's thread
 
     def _run(self) -> None:
         """Run the thread until ``stop`` is called or the engine fails."""
         try:
             while self._may_go_on():
-                command = self._next_command()
+                timeout_s = None if self._stats is None else self._stats.wait_s()
+                command = self._next_command(not self._can_step(), timeout_s)
                 if command is not None:
                     command()
                     self.num_done += 1
@@ -331,26 +249,8 @@ class Loop:
         return has_work and not self._is_on_demand and time.monotonic() < self._drain_until_s
 
     def _can_step(self) -> bool:
-        """Whether there is a request and, on demand, somebody who waits for an output."""
+        """Whether there is a request and, on demand, a caller that waits for an output."""
         return self._engine.num_unfinished > 0 and (not self._is_on_demand or bool(self._wanted))
-
-    def _next_command(self) -> Callable[[], None] | None:
-        """Return the next command; without a step to run, wait for one, or until a line of the log is due."""
-        timeout_s = None if self._stats is None else self._stats.wait_s()
-        self.is_idle = True
-        try:
-            return self._inbox.get(not self._can_step(), timeout_s)
-        except queue.Empty:
-            return None
-        finally:
-            self.is_idle = False
-
-    def _run_leftovers(self) -> None:
-        """Run the commands in the inbox of a loop that has stopped, on any thread."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                command = self._inbox.get_nowait()
-                command()
 
     def _log(self) -> None:
         if self._stats is not None and self._stats.is_due():
@@ -391,7 +291,7 @@ class Loop:
             if self._is_stopped:
                 raise self._dead()
             if deadline_s is not None and deadline_s <= time.monotonic():
-                raise _deadline_error(request)
+                raise deadline_error(request)
             self._open_stream(stream)
         except JaxserveError as error:
             self.refuse(stream, error)
@@ -427,7 +327,7 @@ class Loop:
             assert stream.request is not None
             self._engine.abort(stream.request)
             self._close(stream, stream.request)
-            stream.sink.put(_deadline_error(stream.request))
+            stream.sink.put(deadline_error(stream.request))
             woken.append(stream)
         self._next_deadline_s = min((one.deadline_s or math.inf for one in self._open.values()), default=math.inf)
         wake_readers(woken)
@@ -496,9 +396,3 @@ class Loop:
         except Exception:
             logger.exception("failed to close the engine")
         self.is_idle = True
-
-
-def _deadline_error(request: RequestState) -> DeadlineError:
-    elapsed_s = time.monotonic() - request.arrival_s
-    num_tokens = sum(sample.sequence.num_output_tokens for sample in request.samples)
-    return DeadlineError(f"deadline exceeded {elapsed_s:.3f} s after arrival, with {num_tokens} output tokens")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from jaxserve.api.errors import RequestError
+from jaxserve.api.errors import DeadlineError, RequestError
 from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.engine.request_state import RequestState
@@ -115,3 +115,10 @@ def wake_readers(streams: Iterable[Stream]) -> None:
         by_readers[stream.sink.readers].append(stream.sink)
     for readers, sinks in by_readers.items():
         readers.wake(sinks)
+
+
+def deadline_error(request: RequestState) -> DeadlineError:
+    """Return the error of a request whose deadline has passed."""
+    elapsed_s = time.monotonic() - request.arrival_s
+    num_tokens = sum(sample.sequence.num_output_tokens for sample in request.samples)
+    return DeadlineError(f"deadline exceeded {elapsed_s:.3f} s after arrival, with {num_tokens} output tokens")
