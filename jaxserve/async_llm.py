@@ -1,31 +1,25 @@
 """The asyncio API: ``AsyncLLM``, with vLLM's names."""
 
 import asyncio
-import atexit
 import collections
 import contextlib
 import dataclasses
 import functools
 import logging
 import time
-import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.api.errors import RequestError
-from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import PoolingRequestOutput, RequestOutput
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.request import Request, parse_prompt
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.device.memory import MemoryLedger
-from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState
-from jaxserve.engine.startup import StartedEngine, start_engine
-from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.stream import Stream, deadline_after
-from jaxserve.reshard.resharding import Resharder, ReshardReport
+from jaxserve.reshard.resharding import ReshardReport
+from jaxserve.running_model import RunningModel
 from jaxserve.text.chat import split_conversations
 from jaxserve.text.chat_prompt import chat_prompt, read_template
 from sharding import ShardingLayout
@@ -35,7 +29,7 @@ logger = logging.getLogger(__name__)
 _Read = Callable[[], Request]
 
 
-class AsyncLLM:
+class AsyncLLM(RunningModel):
     """A model that generates text for many concurrent requests, each a stream of outputs.
 
     A separate thread steps the model; prompts are tokenized on other threads. Several event loops may share one engine.
@@ -58,17 +52,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str, **arguments: Any):
-        config = EngineConfig.from_arguments(model, **{**SERVING_DEFAULTS, **arguments})
-        self._chat_template = read_template(config.chat_template)
-        self._resharder = Resharder(config, start_engine(config))
-        logger.info("%s", self.ledger)
-        self._engine = self._started.engine
-        stats = None if self.config.disable_log_stats else StatsLogger(self.ledger.device)
-        self._loop = Loop(self._engine, stats)
-        # At exit the thread must end before JAX shuts down. The reference is weak so that unused engines free their
-        # memory.
-        atexit.register(self._loop.stop)
-        weakref.finalize(self, self._loop.stop).atexit = False
+        super().__init__(EngineConfig.from_arguments(model, **{**SERVING_DEFAULTS, **arguments}), is_on_demand=False)
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -83,23 +67,7 @@ class AsyncLLM:
         the tokens so far and the finish reason ``abort``. This call blocks: on an event loop, use
         ``asyncio.to_thread``.
         """
-        self._loop.stop(timeout)
-        self._loop.join_preparation()
-        atexit.unregister(self._loop.stop)
-
-    @property
-    def config(self) -> EngineConfig:
-        """The engine's settings."""
-        return self._resharder.config
-
-    @property
-    def ledger(self) -> MemoryLedger:
-        """Memory use of a device."""
-        return self._started.ledger
-
-    @property
-    def _started(self) -> StartedEngine:
-        return self._resharder.started
+        self._stop(timeout)
 
     @property
     def is_running(self) -> bool:
@@ -111,21 +79,9 @@ class AsyncLLM:
         """Whether the engine stopped after a failure."""
         return self._loop.failure is not None
 
-    def get_tokenizer(self) -> Any:
-        """Return transformers' tokenizer, or jaxserve's own if transformers would read the files incorrectly."""
-        return self._started.public_tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of requests without any: those of the model's generation_config.json."""
-        return self._started.default_params
-
     def get_num_unfinished_requests(self) -> int:
         """Return the number of running and waiting requests."""
-        return self._engine.num_unfinished
-
-    def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics: ``Counter``, ``Gauge`` and ``Histogram`` objects. Does not block."""
-        return self._engine.metrics()
+        return self.engine.num_unfinished
 
     def generate(
         self,
@@ -220,7 +176,7 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache; running requests continue. Returns whether it was cleared."""
-        return await asyncio.wrap_future(self._loop.call(self._engine.reset_prefix_cache))
+        return await asyncio.wrap_future(self._loop.call(self.engine.reset_prefix_cache))
 
     async def reshard(self, mesh: str | None = None, layout: str | ShardingLayout | None = None) -> ReshardReport:
         """Move the running engine to other devices or another layout, as ``LLM.reshard``; streams stay open.
@@ -232,7 +188,7 @@ class AsyncLLM:
             self._resharder.reshard,
             mesh,
             layout,
-            lambda function: self._loop.call(function).result(),
+            self._loop.run,
             self._loop.deliver,
         )
 
@@ -247,7 +203,7 @@ class AsyncLLM:
 
         def prepare() -> RequestState:
             request = dataclasses.replace(read(), request_id=stream.request_id, priority=priority)
-            return self._engine.prepare(request, arrival_s)
+            return self.engine.prepare(request, arrival_s)
 
         self._loop.submit(stream, prepare)
         try:

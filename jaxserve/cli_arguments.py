@@ -147,8 +147,8 @@ def add_vllm_arguments(parser: argparse.ArgumentParser, arguments: Mapping[str, 
             add(type=_json_or_text)
 
 
-def vllm_arguments(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return those of vLLM's arguments that were given."""
+def given_arguments(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return those of the named options that were given."""
     return {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
 
 
@@ -162,8 +162,7 @@ def add_dataclass_arguments(group: Any, cls: type, names: Iterable[str]) -> None
 def engine_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of ``LLM`` that were given, with vLLM's that are no settings."""
     names = [field.name for field in dataclasses.fields(EngineConfig)]
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    return {**given, **vllm_arguments(options, (*NO_EFFECT, *REFUSED))}
+    return given_arguments(options, (*names, *NO_EFFECT, *REFUSED))
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +175,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def sampling_arguments(options: argparse.Namespace) -> SamplingParams | None:
     """Return the sampling parameters that were given; None if there were none."""
     names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in _NO_FLAG]
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = given_arguments(options, names)
     return SamplingParams(**given) if given else None
 
 

@@ -1,6 +1,5 @@
 """The Python API: ``LLM``, with vLLM's names."""
 
-import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -10,31 +9,26 @@ from tqdm import tqdm
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError, RequestError
-from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import BeamSearchOutput, EmbeddingRequestOutput, PoolingRequestOutput, RequestOutput
 from jaxserve.api.pooling_params import PoolingParams, check_pooling_task
 from jaxserve.api.request import parse_prompts
 from jaxserve.api.sampling_params import BeamSearchParams, SamplingParams
 from jaxserve.device.build import EnginePlan
-from jaxserve.device.memory import MemoryLedger
 from jaxserve.engine.beam_search import BeamSearch
-from jaxserve.engine.offline import OfflineRunner
-from jaxserve.engine.signal_delay import SignalDelay
-from jaxserve.engine.startup import StartedEngine, start_engine
-from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.engine.calls import Calls
 from jaxserve.parsers import MessageParser, ParsedMessage, chosen_reasoning, ends_in_line, starts_in_reasoning
-from jaxserve.reshard.resharding import Resharder, ReshardReport
+from jaxserve.reshard.resharding import ReshardReport
+from jaxserve.running_model import RunningModel
 from jaxserve.text.chat_prompt import chat_prompts, read_template
 from sharding import ShardingLayout
 
-logger = logging.getLogger(__name__)
 
-
-class LLM:
+class LLM(RunningModel):
     """A model that generates text.
 
-    Threads may share it: their calls run in the same steps. Signals are handled between two steps: Ctrl-C, an alarm or
-    a progress bar that raises ends the call in progress and its requests, and the next call is as if nothing had been.
+    A thread of its own steps the model while calls wait for it. Threads may share it: their calls run in the same
+    steps. Ctrl-C, an alarm or a progress bar that raises ends the call in progress and its requests, and the next call
+    is as if nothing had been.
 
     Args:
         model: Directory, ``.gguf`` file, hub id, or ``demo`` for the model included in the package.
@@ -50,13 +44,8 @@ class LLM:
     """
 
     def __init__(self, model: str, **arguments: Any):
-        config = EngineConfig.from_arguments(model, **arguments)
-        self._chat_template = read_template(config.chat_template)
-        self._resharder = Resharder(config, start_engine(config))
-        self.engine = self._started.engine
-        logger.info("%s", self.ledger)
-        stats = None if self.config.disable_log_stats else StatsLogger(self.ledger.device)
-        self._runner = OfflineRunner(self.engine, stats)
+        super().__init__(EngineConfig.from_arguments(model, **arguments), is_on_demand=True)
+        self._calls = Calls(self._loop, self.engine.prepare, not self.config.disable_log_stats)
 
     def __enter__(self) -> "LLM":
         return self
@@ -65,23 +54,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Free the devices' memory, after the current step if another thread runs one. Calls in progress then fail."""
-        with SignalDelay():
-            self.engine.close()
-
-    @property
-    def config(self) -> EngineConfig:
-        """The engine's settings."""
-        return self._resharder.config
-
-    @property
-    def ledger(self) -> MemoryLedger:
-        """Memory use of a device."""
-        return self._started.ledger
-
-    @property
-    def _started(self) -> StartedEngine:
-        return self._resharder.started
+        """Free the devices' memory, after the current step. Calls in progress then fail."""
+        self._loop.check_outside()
+        self._stop()
 
     @property
     def vocab_size(self) -> int:
@@ -102,18 +77,6 @@ class LLM:
     def compile_s(self) -> float:
         """Seconds spent tracing and compiling at start-up, partly overlapping with loading."""
         return self._started.compile_s
-
-    def get_tokenizer(self) -> Any:
-        """Return transformers' tokenizer, or jaxserve's own if transformers would read the files incorrectly."""
-        return self._started.public_tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return the default parameters of ``generate``: the model's generation_config.json with its overrides."""
-        return self._started.default_params
-
-    def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics, each with ``name`` and ``value``."""
-        return self.engine.metrics()
 
     def expert_load(self) -> Int[np.ndarray, "layers E"]:
         """Return the number of tokens that each expert of each layer with experts has computed so far.
@@ -148,7 +111,7 @@ class LLM:
             RequestError: An invalid prompt or parameter; the message names its index. No request has run.
         """
         requests = parse_prompts(prompts, sampling_params, self._started.default_params, priority)
-        return self._runner.run(requests, use_tqdm)
+        return self._calls.run(requests, use_tqdm)
 
     def embed(
         self,
@@ -187,7 +150,7 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Embed prompts as ``embed``, with the vector in ``outputs.data``; ``embed`` is the only ``pooling_task``."""
         check_pooling_task(pooling_task)
-        return self._runner.pool(parse_prompts(prompts, pooling_params, PoolingParams(), priority), use_tqdm)
+        return self._calls.pool(parse_prompts(prompts, pooling_params, PoolingParams(), priority), use_tqdm)
 
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, *, use_tqdm: bool = False, concurrency_limit: int | None = None
@@ -203,7 +166,7 @@ class LLM:
         Returns:
             For each prompt up to ``beam_width`` sequences, best first; their tokens include the prompt's.
         """
-        return BeamSearch(self.engine, params).run(parse_prompts(prompts), use_tqdm, concurrency_limit)
+        return BeamSearch(self.engine, self._calls.run, params).run(parse_prompts(prompts), use_tqdm, concurrency_limit)
 
     def parse_message(
         self, text: str, tools: Sequence[Mapping[str, Any]] | None = None, *, prompt: str = ""
@@ -232,8 +195,7 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache, for example after changing weights; running requests continue. Returns whether it
         was cleared."""
-        with SignalDelay():
-            return self.engine.reset_prefix_cache()
+        return self._loop.run(self.engine.reset_prefix_cache)
 
     def reshard(self, mesh: str | None = None, layout: str | ShardingLayout | None = None) -> ReshardReport:
         """Move the running engine to other devices or another layout; requests and streams continue.
@@ -251,7 +213,8 @@ class LLM:
             MemoryPlanError: The weights and pages do not fit, or not during the move.
             EngineDeadError: The move failed, and the engine has stopped. After any other error it continues as it was.
         """
-        return self._resharder.reshard(mesh, layout)
+        self._loop.check_outside()
+        return self._resharder.reshard(mesh, layout, self._loop.run, self._loop.deliver)
 
     def chat(
         self,
@@ -295,7 +258,7 @@ class LLM:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        return self._runner.run(requests, use_tqdm)
+        return self._calls.run(requests, use_tqdm)
 
     def stream(
         self, prompt: Any, sampling_params: SamplingParams | None = None
@@ -305,4 +268,4 @@ class LLM:
         requests = parse_prompts(prompt, sampling_params, self._started.default_params)
         if len(requests) != 1:
             raise RequestError(f"LLM.stream takes one prompt, got {len(requests)}; call it once for each")
-        return self._runner.stream(requests[0])
+        return self._calls.stream(requests[0])

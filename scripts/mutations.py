@@ -71,6 +71,13 @@ MUTATIONS = (
         ("tests/jaxserve/test_penalties.py", "tests/jaxserve/test_sampler.py"),
     ),
     Mutation(
+        "native kernel: quantized weights are decoded with the scale of a tile's first group",
+        "pallas_kernels/native/dequantize.c",
+        "const float factor = number_of(job->scales, group, job->run_groups[run]);",
+        "const float factor = number_of(job->scales, group, job->run_groups[columns.run]);",
+        ("tests/checkpoints/quantized/test_native.py",),
+    ),
+    Mutation(
         "native kernel: the argmax of a row misses its last numbers",
         "pallas_kernels/native/argmax.c",
         "for (; i < count; i += LANES) {",

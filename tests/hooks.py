@@ -10,6 +10,7 @@ What a hook returns or breaks must stay what its docstring says.
 """
 
 import contextlib
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 
 from checkpoints import CheckpointError as CheckpointError
-from jaxserve import LLM, AsyncLLM, EngineConfig, PoolingParams, SamplingParams, async_llm
+from jaxserve import LLM, AsyncLLM, EngineConfig, PoolingParams, SamplingParams, running_model
 from jaxserve.api.errors import DeadlineError as DeadlineError
 from jaxserve.api.errors import RequestFailedError as RequestFailedError
 from jaxserve.api.errors import own_failure as own_failure
@@ -227,13 +228,13 @@ def watch_steps(llm: LLM, patch: pytest.MonkeyPatch) -> list[WatchedStep]:
 
 
 def interrupt_step(llm: LLM, patch: pytest.MonkeyPatch, number: int) -> None:
-    """Raise KeyboardInterrupt in place of a step, counted from 1."""
+    """Raise KeyboardInterrupt in the call that waits for a step, counted from 1, as Ctrl-C does."""
     steps, run = [], llm.engine.step
 
     def interrupted() -> Any:
         steps.append(1)
         if len(steps) == number:
-            raise KeyboardInterrupt
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         return run()
 
     patch.setattr(llm.engine, "step", interrupted)
@@ -317,19 +318,19 @@ def is_preparing(engine: AsyncLLM) -> bool:
 
 def hold_preparation(engine: AsyncLLM, patch: pytest.MonkeyPatch) -> threading.Event:
     """Keep requests from being prepared until the event that is returned is set."""
-    may_go_on, prepare = threading.Event(), engine._engine.prepare
+    may_go_on, prepare = threading.Event(), engine.engine.prepare
 
     def slow(*arguments: Any, **more: Any) -> Any:
         assert may_go_on.wait(PATIENCE_S)
         return prepare(*arguments, **more)
 
-    patch.setattr(engine._engine, "prepare", slow)
+    patch.setattr(engine.engine, "prepare", slow)
     return may_go_on
 
 
 def break_launches(engine: AsyncLLM, patch: pytest.MonkeyPatch, after: int, error: Exception) -> None:
     """Raise an error in place of every launch of a step after the first ones."""
-    replica = engine._engine.replicas[0]
+    replica = engine.engine.replicas[0]
     launch, launches = replica.launch, []
 
     def broken() -> Any:
@@ -354,7 +355,7 @@ def start_idle_engines(patch: pytest.MonkeyPatch) -> list[bool]:
         enqueue = step = abort = metrics = close
 
     started = Mock(spec=StartedEngine, engine=Idle(), ledger=Mock(spec=MemoryLedger, device="CPU"))
-    patch.setattr(async_llm, "start_engine", lambda config: started)
+    patch.setattr(running_model, "start_engine", lambda config: started)
     return closed
 
 

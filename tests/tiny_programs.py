@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.stage import Stage
-from jaxserve.layers.attention import select_attention
+from jaxserve.layers.attention import choose_attention
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy, Scope
 from jaxserve.layers.routing import Routing
@@ -32,7 +32,7 @@ from tests.switchable import SwitchableConfig
 
 NUM_LAYERS = 2
 BACKEND = os.environ.get("TESTS_ATTENTION_BACKEND")  # pytest --attention-backend
-KERNEL = select_attention(jax.devices()[0], "float32", BACKEND)
+KERNEL = choose_attention(jax.devices()[0], "float32", BACKEND).implementation
 TRUNCATION = select_truncation(jax.devices()[0], BACKEND if BACKEND in OPERATIONS["truncation"] else None)
 
 

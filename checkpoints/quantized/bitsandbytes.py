@@ -17,7 +17,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, info_of
-from checkpoints.quantized.planes import Planes
+from checkpoints.quantized.planes import Planes, unpack
 from checkpoints.quantized.settings import Settings, loads_bitsandbytes
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
@@ -116,9 +116,8 @@ def _open_four_bits(name: str, state_name: str, reader: CheckpointReader) -> Qua
     def planes(box: Box) -> Planes:
         start, stop = box.rows.start * columns, box.rows.stop * columns
         data = reader.read(name, (slice(start // 2, -(-stop // 2)), slice(0, 1)))
-        pairs = np.empty((len(data), 2), np.uint8)
-        pairs[:, 0], pairs[:, 1] = data[:, 0] >> 4, data[:, 0] & 15
-        flat = pairs.ravel()[start % 2 :][: stop - start]
+        swapped = (data >> 4 | data << 4).reshape(1, -1)  # the first code is in the high half
+        flat = unpack(swapped, 4, 2 * len(data))[0, start % 2 :][: stop - start]
         codes = flat.reshape(-1, columns)[:, box.columns]
         first, last = start // state.block, -(-stop // state.block)
         scales = scales_of(first, last)

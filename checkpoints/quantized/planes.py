@@ -58,6 +58,11 @@ class Planes(NamedTuple):
                 self._apply(operation, values, grid)
         return values
 
+    def decode_into(self, result: np.ndarray) -> None:
+        """Write the box, rounded to the dtype of an array."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            result[...] = self.decode()
+
     def _apply(self, operation: Callable[..., object], values: np.ndarray, grid: np.ndarray) -> None:
         """Apply an operation to each element and its group's member of the grid, in place."""
         if self.rows is not None:
@@ -116,10 +121,17 @@ def unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     if bits == 8:
         return data[:, :count]
     if 8 % bits == 0:
-        per_byte = 8 // bits
-        codes = np.empty((num_rows, data.shape[1], per_byte), np.uint8)
-        for place in range(per_byte):
-            codes[:, :, place] = (data >> (bits * place)) & ((1 << bits) - 1)
-        return codes.reshape(num_rows, -1)[:, :count]
+        for width in (4, 2, 1):
+            if width >= bits:
+                data = _halve(data, width)
+        return data[:, :count]
     stream = np.unpackbits(data, axis=1, bitorder="little")[:, : count * bits].reshape(num_rows, count, bits)
     return np.packbits(stream, axis=2, bitorder="little").reshape(num_rows, count)
+
+
+def _halve(fields: np.ndarray, width: int) -> np.ndarray:
+    """Split fields, one in each byte, into two of half their width in a byte each, the lower one first."""
+    pairs = fields.astype("<u2")
+    pairs |= pairs << np.uint16(8 - width)
+    pairs &= np.uint16(((1 << width) - 1) * 0x0101)
+    return pairs.view(np.uint8)

@@ -202,11 +202,8 @@ class EngineConfig:
         return self.runner == "pooling" or self.convert == "embed"
 
     def __post_init__(self):
-        fields = dataclasses.fields(self)
-        optional = frozenset(field.name for field in fields if field.default is None)
-        for name, value in check_settings(
-            {field.name: getattr(self, field.name) for field in fields}, optional
-        ).items():
+        types = {field.name: field.type for field in dataclasses.fields(self)}
+        for name, value in check_settings({name: getattr(self, name) for name in types}, types).items():
             object.__setattr__(self, name, value)
 
 

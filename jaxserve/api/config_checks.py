@@ -2,6 +2,7 @@
 
 import math
 import re
+import typing
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,18 +21,11 @@ DTYPES = MappingProxyType(
     }
 )
 
-SCHEDULING_POLICIES = ("fcfs", "priority")
 STEP_KINDS = ("decode", "mixed")
-KERNELS = ("native", "xla")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 SPECULATIVE_METHODS = MappingProxyType({"ngram": ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")})
 """Methods of ``speculative_config``, and the further keys of each, which are integers >= 1."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
-
-RUNNERS = ("auto", "generate", "pooling")
-CONVERSIONS = ("auto", "none", "embed")
-TOKENIZER_MODES = ("auto", "hf", "slow")
-LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 
 _WHOLE_FIELDS = MappingProxyType(
     {
@@ -62,68 +56,51 @@ MESH_FIELDS = MappingProxyType(
 
 _CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     {
-        "scheduling_policy": SCHEDULING_POLICIES,
+        "scheduling_policy": ("fcfs", "priority"),
         "logprobs_mode": LOGPROBS_MODES,
-        "kernels": KERNELS,
-        "runner": RUNNERS,
-        "convert": CONVERSIONS,
-        "tokenizer_mode": TOKENIZER_MODES,
-        "load_format": LOAD_FORMATS,
+        "kernels": ("native", "xla"),
+        "runner": ("auto", "generate", "pooling"),
+        "convert": ("auto", "none", "embed"),
+        "tokenizer_mode": ("auto", "hf", "slow"),
+        "load_format": ("auto", "safetensors", "pt", "dummy"),
     }
 )
-_TEXT_FIELDS = (
-    "tokenizer hf_token revision tokenizer_revision download_dir generation_config chat_template "
-    "attention_backend compilation_cache_dir reasoning_parser tool_call_parser quantization"
-).split()
-_TYPED_FIELDS: MappingProxyType[str, type] = MappingProxyType(
-    {
-        "trust_remote_code": bool,
-        "disable_log_stats": bool,
-        "async_scheduling": bool,
-        "enable_prefix_caching": bool,
-        "enable_chunked_prefill": bool,
-        "deterministic": bool,
-        "warm_up": bool,
-        "stage_layers": list,
-        "logits_processors": list,
-        "hf_overrides": dict,
-        "compile_sizes": dict,
-        "speculative_config": dict,
-        "override_generation_config": dict,
-        **dict.fromkeys(_TEXT_FIELDS, str),
-    }
-)
+_PLAIN_TYPES = (bool, str, list, dict)
 
 
-def check_settings(values: Mapping[str, Any], optional: frozenset[str]) -> dict[str, Any]:
+def check_settings(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
     """Return all settings after checking them; alternative spellings are converted to the usual one.
 
     Args:
         values: Every setting.
-        optional: Names that may be None.
+        types: The type of each; a value may be None if its type is a union with None.
 
     Raises:
         ConfigError: A value of the wrong type or out of range.
     """
     checked = dict(values)
-    check_type("model", values["model"], str)
-    if not values["model"]:
+    if values["model"] == "":
         raise ConfigError("model: expected a directory or a hub id, got an empty string")
     if not isinstance(values["dtype"], str) or values["dtype"] not in DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {values['dtype']!r}")
     checked["dtype"] = DTYPES[values["dtype"]]
-    given = {name: value for name, value in values.items() if not (name in optional and value is None)}
+    kinds = {
+        name: {typing.get_origin(one) or one for one in typing.get_args(kind) or [kind]} for name, kind in types.items()
+    }
+    given: dict[str, Any] = {
+        name: value for name, value in values.items() if value is not None or type(None) not in kinds[name]
+    }
     if "max_model_len" in given:
         checked["max_model_len"] = parse_length("max_model_len", given["max_model_len"])
     for name, least in _WHOLE_FIELDS.items():
         if name in given:
-            _check_whole(name, given[name], least)
-    for name, kind in _TYPED_FIELDS.items():
-        if name in given:
-            check_type(name, given[name], kind)
+            check_whole(name, given[name], least)
     for name, choices in _CHOICES.items():
         if name in given and given[name] not in choices:
             raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {given[name]!r}")
+    for name, value in given.items():
+        for kind in kinds[name].intersection(_PLAIN_TYPES):
+            check_type(name, value, kind)
     checked |= _sizes_of_mesh(values)
     _check_runner(values)
     _check_whole_prompts(checked)
@@ -138,7 +115,7 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
     if values["stage_layers"] == []:
         raise ConfigError("stage_layers: expected the number of layers of each stage, got an empty list")
     for i, count in enumerate(values["stage_layers"] or ()):
-        _check_whole(f"stage_layers[{i}]", count, 1)
+        check_whole(f"stage_layers[{i}]", count, 1)
     size = values["block_size"]
     if size is not None and (type(size) is not int or size not in BLOCK_SIZES):
         raise ConfigError(f"block_size: expected 8, 16, 32, 64 or 128 tokens, got {size!r}")
@@ -167,7 +144,7 @@ def _check_compile_sizes(name: str, values: Mapping[str, Any]) -> None:
         if not isinstance(sizes, list) or not sizes:
             raise ConfigError(f"{name}.{kind}: expected a list of at least one integer, got {sizes!r}")
         for i, size in enumerate(sizes):
-            _check_whole(f"{name}.{kind}[{i}]", size, 1)
+            check_whole(f"{name}.{kind}[{i}]", size, 1)
 
 
 def _check_speculation(name: str, values: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -183,7 +160,7 @@ def _check_speculation(name: str, values: Mapping[str, Any] | None) -> dict[str,
         if key not in ("method", *known):
             raise ConfigError(f"{name}: expected method, {', '.join(known)} with method {method!r}; got {key!r}")
     for key in ("num_speculative_tokens", *(key for key in known if key in given)):
-        _check_whole(f"{name}.{key}", given.get(key), 1)
+        check_whole(f"{name}.{key}", given.get(key), 1)
     least, most = given.get("prompt_lookup_min", 1), given.get("prompt_lookup_max", math.inf)
     if least > most:
         raise ConfigError(f"{name}: prompt_lookup_min={least} must be at most prompt_lookup_max={most}")
@@ -279,6 +256,8 @@ def check_type(name: str, value: Any, kind: type) -> None:
         raise ConfigError(f"{name}: expected {kind.__name__}, got {value!r}")
 
 
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}: expected an integer >= {least}, got {value!r}")
+def check_whole(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Check that a setting is an integer from ``least`` to ``most``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        bounds = f">= {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(f"{name}: expected an integer {bounds}, got {value!r}")

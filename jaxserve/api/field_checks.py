@@ -62,48 +62,53 @@ def changed_fields(instance: Any) -> str:
     return f"{type(instance).__name__}({', '.join(changed)})"
 
 
+def wrong_field(name: str, value: object, problem: str) -> RequestError:
+    """Return the error of a field whose value is not accepted; ``problem`` completes a sentence that starts with the
+    field."""
+    return RequestError(f"{name} {problem}", parameter=name, value=value)
+
+
 def number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:
     """Return a finite number from `low` (exclusive with `above_low`) to `high`."""
     span = f"{'(' if above_low else '['}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        message = f"{name} must be a number in {span}, got {type(value).__name__}"
-        raise RequestError(message, parameter=name, value=value)
+        raise wrong_field(name, value, f"must be a number in {span}, got {type(value).__name__}")
     try:
         found = float(value)
     except OverflowError:
         found = math.inf
     if not (low <= found <= high) or (above_low and found == low):
-        raise RequestError(f"{name} must be in {span}, got {found}", parameter=name, value=value)
+        raise wrong_field(name, value, f"must be in {span}, got {found}")
     return found
 
 
 def integer(name: str, value: object, low: int, high: int | None = None) -> int:
     """Return an integer from `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise RequestError(f"{name} must be an int, got {type(value).__name__}", parameter=name, value=value)
+        raise wrong_field(name, value, f"must be an int, got {type(value).__name__}")
     whole = int(value)
     if whole < low:
-        raise RequestError(f"{name} must be at least {low}, got {whole}", parameter=name, value=value)
+        raise wrong_field(name, value, f"must be at least {low}, got {whole}")
     if high is not None and whole > high:
-        raise RequestError(f"{name} must be at most {high}, got {whole}", parameter=name, value=value)
+        raise wrong_field(name, value, f"must be at most {high}, got {whole}")
     return whole
 
 
 def flag(name: str, value: object) -> bool:
     """Return True or False; other values, even 0 and 1, are rejected."""
     if not isinstance(value, bool):
-        raise RequestError(f"{name} must be True or False, got {type(value).__name__}", parameter=name, value=value)
+        raise wrong_field(name, value, f"must be True or False, got {type(value).__name__}")
     return value
 
 
 def text(name: str, value: object) -> str:
     """Return a string that UTF-8 can encode; it may be empty."""
     if not isinstance(value, str):
-        raise RequestError(f"{name} must be a string, got {type(value).__name__}", parameter=name, value=value)
+        raise wrong_field(name, value, f"must be a string, got {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"{name} is not valid Unicode: {error}", parameter=name, value=value) from error
+        raise wrong_field(name, value, f"is not valid Unicode: {error}") from error
     return value
 
 
@@ -113,10 +118,9 @@ def texts(name: str, value: object, *, may_be_one: bool = False) -> tuple[str, .
     items = (value,) if may_be_one and isinstance(value, str) else sequence(name, value)
     for item in items:
         if not isinstance(item, str):
-            message = f"{name} must be {kind}, got an item of {type(item).__name__}"
-            raise RequestError(message, parameter=name, value=value)
+            raise wrong_field(name, value, f"must be {kind}, got an item of {type(item).__name__}")
         if not item:
-            raise RequestError(f"{name} cannot contain an empty string", parameter=name, value=value)
+            raise wrong_field(name, value, "cannot contain an empty string")
         text(name, item)
     return tuple(dict.fromkeys(items))
 
@@ -132,14 +136,14 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
 def sequence(name: str, value: object) -> Sequence[Any]:
     """Return a list, a tuple or another sequence that is not a string."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise RequestError(f"{name} must be a list, got {type(value).__name__}", parameter=name, value=value)
+        raise wrong_field(name, value, f"must be a list, got {type(value).__name__}")
     return cast("Sequence[Any]", value)
 
 
 def mapping(name: str, value: object) -> Mapping[Any, Any]:
     """Return a dict or another mapping."""
     if not isinstance(value, Mapping):
-        raise RequestError(f"{name} must be a dict, got {type(value).__name__}", parameter=name, value=value)
+        raise wrong_field(name, value, f"must be a dict, got {type(value).__name__}")
     return cast("Mapping[Any, Any]", value)
 
 
@@ -148,8 +152,7 @@ def instance_of(cls: type[T], name: str, value: object) -> T:
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        message = f"{name} must be {cls.__name__} or a dict of its fields, got {type(value).__name__}"
-        raise RequestError(message, parameter=name, value=value)
+        raise wrong_field(name, value, f"must be {cls.__name__} or a dict of its fields, got {type(value).__name__}")
     fields = cast("Mapping[Any, Any]", value)
     return cls(**{text(name, key): fields[key] for key in fields})
 
@@ -171,7 +174,7 @@ def json_copy(name: str, value: object, max_nesting: int, _level: int = 1) -> An
     if isinstance(value, numbers.Real):
         return float(value)
     if not isinstance(value, Mapping | list | tuple):
-        raise RequestError(f"{name} must hold JSON values, got {type(value).__name__}", parameter=name, value=value)
+        raise wrong_field(name, value, f"must hold JSON values, got {type(value).__name__}")
     if _level > max_nesting:
         raise RequestError(f"{name} is nested too deeply: expected at most {max_nesting} levels", parameter=name)
     if isinstance(value, Mapping):
@@ -185,8 +188,7 @@ def parse_json(name: str, value: str, max_nesting: int) -> Any:
     try:
         found = json.loads(value)
     except ValueError as error:
-        raise RequestError(f"{name} is not valid JSON: {error}", parameter=name, value=value) from error
+        raise wrong_field(name, value, f"is not valid JSON: {error}") from error
     except RecursionError:
-        message = f"{name} is nested too deeply: expected at most {max_nesting} levels"
-        raise RequestError(message, parameter=name, value=value) from None
+        raise wrong_field(name, value, f"is nested too deeply: expected at most {max_nesting} levels") from None
     return json_copy(name, found, max_nesting)

@@ -1,7 +1,8 @@
 """The results of requests: vLLM's classes and field names (`vllm/outputs.py`)."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from jaxserve.api.errors import RequestFailedError
 from jaxserve.api.logprobs import Logprob, PromptLogprobs, SampleLogprobs
@@ -41,15 +42,7 @@ class CompletionOutput:
 
     def __repr__(self) -> str:
         """Return the text and the finish reason; token ids and logprobs as counts."""
-        parts = [f"index={self.index}", f"text={self.text!r}", f"token_ids={_listed(self.token_ids)}"]
-        if self.cumulative_logprob is not None:
-            parts.append(f"cumulative_logprob={self.cumulative_logprob:.4f}")
-        if self.logprobs is not None:
-            parts.append(f"logprobs=[{len(self.logprobs)} positions]")
-        parts.append(f"finish_reason={self.finish_reason!r}")
-        if self.stop_reason is not None:
-            parts.append(f"stop_reason={self.stop_reason!r}")
-        return f"CompletionOutput({', '.join(parts)})"
+        return _described(self, always="finish_reason")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,24 +92,7 @@ class RequestOutput:
 
     def __repr__(self) -> str:
         """Return all fields, with long lists shortened."""
-        parts = [
-            f"request_id={self.request_id!r}",
-            f"prompt={self.prompt!r}",
-            f"prompt_token_ids={_listed(self.prompt_token_ids)}",
-            f"outputs={self.outputs!r}",
-            f"finished={self.finished}",
-        ]
-        if self.prompt_logprobs is not None:
-            parts.append(f"prompt_logprobs=[{len(self.prompt_logprobs)} positions]")
-        if self.metrics is not None:
-            parts.append(f"metrics={self.metrics!r}")
-        if self.num_cached_tokens is not None:
-            parts.append(f"num_cached_tokens={self.num_cached_tokens}")
-        if self.error is not None:
-            parts.append(f"error={self.error!r}")
-        if self.embedding is not None:
-            parts.append(f"embedding=[{len(self.embedding)} numbers]")
-        return f"RequestOutput({', '.join(parts)})"
+        return _described(self, always="prompt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +195,29 @@ class EmbeddingRequestOutput:
         )
 
 
+def _described(output: CompletionOutput | RequestOutput, always: str) -> str:
+    """Return the fields that are set, and the one that is always shown."""
+    values = {field.name: getattr(output, field.name) for field in fields(output)}
+    parts = [
+        f"{name}={_SHORTENED.get(name, repr)(value)}"
+        for name, value in values.items()
+        if value is not None or name == always
+    ]
+    return f"{type(output).__name__}({', '.join(parts)})"
+
+
 def _listed(token_ids: list[int], limit: int = 16) -> str:
     if len(token_ids) <= limit:
         return repr(token_ids)
     shown = ", ".join(map(str, token_ids[: limit - 1]))
     return f"[{shown}, … {len(token_ids)} ids]"
+
+
+_SHORTENED: dict[str, Callable[[Any], str]] = {
+    "token_ids": _listed,
+    "prompt_token_ids": _listed,
+    "cumulative_logprob": "{:.4f}".format,
+    "logprobs": lambda value: f"[{len(value)} positions]",
+    "prompt_logprobs": lambda value: f"[{len(value)} positions]",
+    "embedding": lambda value: f"[{len(value)} numbers]",
+}

@@ -3,8 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from jaxserve.api.errors import RequestError
-from jaxserve.api.field_checks import Values, changed_fields, checks_fields, flag
+from jaxserve.api.field_checks import Values, changed_fields, checks_fields, flag, wrong_field
 
 Pooling = Literal["last", "mean"]
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
@@ -13,11 +12,10 @@ POOLINGS: tuple[Pooling, ...] = ("last", "mean")
 def _checked(values: Values) -> Values:
     pooling, dimensions = values["pooling"], values["dimensions"]
     if pooling not in POOLINGS:
-        message = f"pooling must be one of {', '.join(POOLINGS)}; got {pooling!r}"
-        raise RequestError(message, parameter="pooling", value=pooling)
+        raise wrong_field("pooling", pooling, f"must be one of {', '.join(POOLINGS)}; got {pooling!r}")
     if dimensions is not None:
-        message = f"dimensions must be None: the vectors of a generative model cannot be shortened; got {dimensions!r}"
-        raise RequestError(message, parameter="dimensions", value=dimensions)
+        problem = f"must be None: the vectors of a generative model cannot be shortened; got {dimensions!r}"
+        raise wrong_field("dimensions", dimensions, problem)
     return {**values, "normalize": flag("normalize", values["normalize"])}
 
 
@@ -50,5 +48,4 @@ def check_pooling_task(task: object) -> None:
       RequestError: The task is neither None nor `embed`.
     """
     if task not in (None, "embed"):
-        message = f"pooling_task must be 'embed', the only task of a generative model; got {task!r}"
-        raise RequestError(message, parameter="pooling_task", value=task)
+        raise wrong_field("pooling_task", task, f"must be 'embed', the only task of a generative model; got {task!r}")

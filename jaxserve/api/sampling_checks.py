@@ -22,6 +22,7 @@ from jaxserve.api.field_checks import (
     number,
     texts,
     token_ids,
+    wrong_field,
 )
 from jaxserve.api.sampling_options import MAX_FACTOR, SAMPLING_OPTIONS, Effect, check_temperature, neutral_values
 from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
@@ -55,14 +56,13 @@ def _optional_integer(name: str, value: object, high: int | None = None, low: in
     return integer(name, value, low, high)
 
 
-def _num_logprobs(name: str, value: object) -> int | None:
-    if value is None or value is True:
-        return None if value is None else 1
-    return integer(name, value, -1)
+def _or_none(check: Callable[[str, object], Any]) -> Callable[[str, object], Any]:
+    """Return a check that accepts None too."""
+    return lambda name, value: None if value is None else check(name, value)
 
 
-def _optional_flag(name: str, value: object) -> bool | None:
-    return None if value is None else flag(name, value)
+def _num_logprobs(name: str, value: object) -> int:
+    return 1 if value is True else integer(name, value, -1)
 
 
 def _optional_texts(name: str, value: object, most: int, *, may_be_one: bool = False) -> tuple[str, ...]:
@@ -70,11 +70,12 @@ def _optional_texts(name: str, value: object, most: int, *, may_be_one: bool = F
     them."""
     found = () if value is None else texts(name, value, may_be_one=may_be_one)
     if len(found) > most:
-        raise RequestError(f"{name} must have at most {most} strings, got {len(found)}", parameter=name, value=value)
+        raise wrong_field(name, value, f"must have at most {most} strings, got {len(found)}")
     longest = max(map(len, found), default=0)
     if longest > MAX_TEXT_LENGTH:
-        message = f"{name} must have strings of at most {MAX_TEXT_LENGTH} characters, got one of {longest}"
-        raise RequestError(message, parameter=name, value=value)
+        raise wrong_field(
+            name, value, f"must have strings of at most {MAX_TEXT_LENGTH} characters, got one of {longest}"
+        )
     return found
 
 
@@ -82,33 +83,26 @@ def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
     return () if value is None else tuple(dict.fromkeys(token_ids(name, value)))
 
 
-def _allowed_token_ids(name: str, value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
+def _allowed_token_ids(name: str, value: object) -> tuple[int, ...]:
     found = tuple(dict.fromkeys(token_ids(name, value)))
     if not found:
-        raise RequestError(f"{name} cannot be an empty list: no token would be allowed", parameter=name, value=value)
+        raise wrong_field(name, value, "cannot be an empty list: no token would be allowed")
     return found
 
 
 def _logprob_token_ids(name: str, value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
     found = token_ids(name, value)
     if len(found) > MAX_LOGPROB_TOKEN_IDS:
-        message = f"{name} must have at most {MAX_LOGPROB_TOKEN_IDS} ids, got {len(found)}"
-        raise RequestError(message, parameter=name, value=value)
+        raise wrong_field(name, value, f"must have at most {MAX_LOGPROB_TOKEN_IDS} ids, got {len(found)}")
     return found or None
 
 
 def _logit_bias(name: str, value: object) -> dict[int, float] | None:
-    if value is None:
-        return None
     found: dict[int, float] = {}
     for key, bias in mapping(name, value).items():
         token_id = _token_id(name, key)
         if token_id in found:
-            raise RequestError(f"{name} has token id {token_id} twice", parameter=name, value=value)
+            raise wrong_field(name, value, f"has token id {token_id} twice")
         bias = number(f"{name}[{token_id}]", bias, -math.inf, math.inf)
         found[token_id] = min(max(bias, -MAX_FACTOR), MAX_FACTOR)
     return found or None
@@ -119,11 +113,9 @@ def _token_id(name: str, key: object) -> int:
         try:
             key = int(key)
         except ValueError:
-            message = f"{name} must have token ids as keys, got {key!r}"
-            raise RequestError(message, parameter=name, value=key) from None
+            raise wrong_field(name, key, f"must have token ids as keys, got {key!r}") from None
     if isinstance(key, bool) or not isinstance(key, numbers.Integral) or key < 0:
-        message = f"{name} must have token ids >= 0 as keys, got {key!r:.80}"
-        raise RequestError(message, parameter=name, value=key)
+        raise wrong_field(name, key, f"must have token ids >= 0 as keys, got {key!r:.80}")
     return int(key)
 
 
@@ -132,21 +124,12 @@ def _output_kind(name: str, value: object) -> RequestOutputKind:
         return value
     kinds = RequestOutputKind.__members__
     if not isinstance(value, str) or value.upper() not in kinds:
-        message = f"{name} must be a RequestOutputKind or one of {', '.join(kinds)}; got {value!r}"
-        raise RequestError(message, parameter=name, value=value)
+        raise wrong_field(name, value, f"must be a RequestOutputKind or one of {', '.join(kinds)}; got {value!r}")
     return kinds[value.upper()]
 
 
-def _structured_outputs(name: str, value: object) -> StructuredOutputsParams | None:
-    return None if value is None else instance_of(StructuredOutputsParams, name, value)
-
-
-def _repetition_detection(name: str, value: object) -> RepetitionDetectionParams | None:
-    return None if value is None else instance_of(RepetitionDetectionParams, name, value)
-
-
 def _extra_args(name: str, value: object) -> dict[str, Any] | None:
-    return None if value is None else json_copy(name, mapping(name, value), MAX_ARGUMENT_NESTING) or None
+    return json_copy(name, mapping(name, value), MAX_ARGUMENT_NESTING) or None
 
 
 _FLAGS = (
@@ -161,18 +144,18 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
         "stop_token_ids": _stop_token_ids,
         "max_tokens": functools.partial(_optional_integer, low=1),
         "min_tokens": functools.partial(integer, low=0),
-        "logprobs": _num_logprobs,
-        "prompt_logprobs": _num_logprobs,
-        "logprob_token_ids": _logprob_token_ids,
+        "logprobs": _or_none(_num_logprobs),
+        "prompt_logprobs": _or_none(_num_logprobs),
+        "logprob_token_ids": _or_none(_logprob_token_ids),
         "output_kind": _output_kind,
-        "structured_outputs": _structured_outputs,
-        "logit_bias": _logit_bias,
-        "allowed_token_ids": _allowed_token_ids,
+        "structured_outputs": _or_none(functools.partial(instance_of, StructuredOutputsParams)),
+        "logit_bias": _or_none(_logit_bias),
+        "allowed_token_ids": _or_none(_allowed_token_ids),
         "bad_words": functools.partial(_optional_texts, most=MAX_BAD_WORDS),
         "thinking_token_budget": _optional_integer,
-        "repetition_detection": _repetition_detection,
-        "skip_reading_prefix_cache": _optional_flag,
-        "extra_args": _extra_args,
+        "repetition_detection": _or_none(functools.partial(instance_of, RepetitionDetectionParams)),
+        "skip_reading_prefix_cache": _or_none(flag),
+        "extra_args": _or_none(_extra_args),
         **dict.fromkeys(_FLAGS, flag),
     }
 )
@@ -182,15 +165,16 @@ def checked_sampling(values: Values) -> Values:
     """Return the fields of `SamplingParams` after checking each alone and all together."""
     checked = {name: _CHECKS[name](name, value) for name, value in values.items()}
     if checked["max_tokens"] is not None and checked["min_tokens"] > checked["max_tokens"]:
-        message = f"min_tokens must be at most max_tokens={checked['max_tokens']}, got {checked['min_tokens']}"
-        raise RequestError(message, parameter="min_tokens", value=checked["min_tokens"])
+        least, most = checked["min_tokens"], checked["max_tokens"]
+        raise wrong_field("min_tokens", least, f"must be at most max_tokens={most}, got {least}")
     if checked["stop"] and not checked["detokenize"]:
         raise RequestError("stop strings need detokenize=True", parameter="stop", value=list(checked["stop"]))
     _check_logprobs(checked)
     if checked["temperature"] == 0.0:
         if checked["n"] > 1:
-            message = "n must be 1 when using greedy sampling: all sequences would be the same"
-            raise RequestError(message, parameter="n", value=checked["n"])
+            raise wrong_field(
+                "n", checked["n"], "must be 1 when using greedy sampling: all sequences would be the same"
+            )
         checked.update(neutral_values(Effect.DRAW))
     return checked
 
@@ -198,8 +182,9 @@ def checked_sampling(values: Values) -> Values:
 def _check_logprobs(checked: Values) -> None:
     tracked, count = checked["logprob_token_ids"], checked["logprobs"]
     if tracked is not None and count not in (None, len(tracked)):
-        message = f"logprobs must be None or the number of logprob_token_ids, {len(tracked)}; got {count}"
-        raise RequestError(message, parameter="logprobs", value=count)
+        raise wrong_field(
+            "logprobs", count, f"must be None or the number of logprob_token_ids, {len(tracked)}; got {count}"
+        )
     if checked["prompt_logprobs"] is not None and checked["skip_reading_prefix_cache"] is False:
         message = "skip_reading_prefix_cache cannot be False with prompt_logprobs: cached tokens have no logprobs"
         raise RequestError(message, parameter="skip_reading_prefix_cache", value=False)

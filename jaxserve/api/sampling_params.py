@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from jaxserve.api.errors import RequestError
-from jaxserve.api.field_checks import changed_fields, checks_fields
+from jaxserve.api.field_checks import changed_fields, checks_fields, wrong_field
 from jaxserve.api.sampling_checks import RequestOutputKind, checked_beam_search, checked_sampling
 from jaxserve.api.sampling_options import SAMPLING_OPTIONS
 from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
@@ -204,14 +203,17 @@ def check_against(params: SamplingParams, *, vocab_size: int, max_logprobs: int)
     Raises:
       RequestError: Too many logprobs, or a token id outside the vocabulary.
     """
+    counts = (params.logprobs, params.prompt_logprobs)
+    named = (params.logit_bias, params.allowed_token_ids, params.logprob_token_ids, params.stop_token_ids)
+    if not any(named) and counts == (None, None):
+        return
     limit = vocab_size if max_logprobs == -1 else max_logprobs
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if name == "logprobs" and params.logprob_token_ids is not None:
             continue
         if count is not None and (vocab_size if count == -1 else count) > limit:
             shown = f"-1 (all {vocab_size} tokens)" if count == -1 else count
-            message = f"{name} must be at most {limit}, the engine's max_logprobs; got {shown}"
-            raise RequestError(message, parameter=name, value=count)
+            raise wrong_field(name, count, f"must be at most {limit}, the engine's max_logprobs; got {shown}")
     _check_token_ids("logit_bias", params.logit_bias, vocab_size)
     _check_token_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
     _check_token_ids("logprob_token_ids", params.logprob_token_ids, vocab_size)
@@ -221,5 +223,4 @@ def check_against(params: SamplingParams, *, vocab_size: int, max_logprobs: int)
 def _check_token_ids(name: str, token_ids: Iterable[int] | None, vocab_size: int) -> None:
     outside = [token_id for token_id in token_ids or () if token_id >= vocab_size]
     if outside:
-        message = f"{name} must have token ids from 0 to {vocab_size - 1}, got {outside}"
-        raise RequestError(message, parameter=name, value=outside)
+        raise wrong_field(name, outside, f"must have token ids from 0 to {vocab_size - 1}, got {outside}")

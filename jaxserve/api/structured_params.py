@@ -16,6 +16,7 @@ from jaxserve.api.field_checks import (
     parse_json,
     sequence,
     text,
+    wrong_field,
 )
 
 MAX_JSON_NESTING = 64
@@ -29,34 +30,33 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 def _json_schema(name: str, value: object) -> str | dict[str, Any]:
     if isinstance(value, str):
         if not isinstance(parse_json(name, _filled(name, value), MAX_JSON_NESTING), dict | bool):
-            raise RequestError(f"{name} must be a JSON schema, which is an object", parameter=name, value=value)
+            raise wrong_field(name, value, "must be a JSON schema, which is an object")
         return value
     return json_copy(name, mapping(name, value), MAX_JSON_NESTING)
 
 
 def _filled(name: str, value: object) -> str:
     if not text(name, value).strip():
-        raise RequestError(f"{name} cannot be an empty string", parameter=name, value=value)
+        raise wrong_field(name, value, "cannot be an empty string")
     return text(name, value)
 
 
 def _regex(name: str, value: object) -> str:
     if "\0" in text(name, value):
-        raise RequestError(f"{name} cannot contain a NUL character", parameter=name, value=value)
+        raise wrong_field(name, value, "cannot contain a NUL character")
     return text(name, value)
 
 
 def _choice(name: str, value: object) -> tuple[str, ...]:
     items = sequence(name, value)
     if not items:
-        raise RequestError(f"{name} cannot be an empty list", parameter=name, value=value)
+        raise wrong_field(name, value, "cannot be an empty list")
     return tuple(text(f"an item of {name}", item) for item in items)
 
 
 def _json_object(name: str, value: object) -> bool:
     if not flag(name, value):
-        message = f"{name} must be True if given; for unconstrained text omit structured_outputs"
-        raise RequestError(message, parameter=name, value=value)
+        raise wrong_field(name, value, "must be True if given; for unconstrained text omit structured_outputs")
     return True
 
 

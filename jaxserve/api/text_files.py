@@ -5,8 +5,10 @@ lines at ``\\r`` too, and ``str.splitlines`` at form feeds and Unicode's separat
 """
 
 import codecs
+import contextlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,25 @@ def decode_text(raw: bytes, name: str) -> str:
         raise ConfigError(f"{name}: expected UTF-8, got {found}; save it as UTF-8") from error
 
 
+@contextlib.contextmanager
+def file_errors(option: str, path: str | Path, verb: str = "written") -> Iterator[None]:
+    """Say which option names a file that cannot be read or written.
+
+    Args:
+        option: The option, such as ``--svg``.
+        path: The file.
+        verb: What is done with it, such as ``read``.
+
+    Raises:
+        ConfigError: The block raised OSError or ValueError.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise ConfigError(f"{option}: {path} cannot be {verb}: {reason or error}") from error
+
+
 def read_text(option: str, path: str | Path) -> str:
     """Return the text of a file that an option names.
 
@@ -52,10 +73,8 @@ def read_bytes(option: str, path: str | Path) -> bytes:
     Raises:
         ConfigError: It cannot be read.
     """
-    try:
+    with file_errors(option, path, "read"):
         return Path(path).read_bytes()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option}: {path} cannot be read: {_reason(error)}") from error
 
 
 def write_text(option: str, path: str | Path, text: str) -> None:
@@ -64,10 +83,8 @@ def write_text(option: str, path: str | Path, text: str) -> None:
     Raises:
         ConfigError: It cannot be written.
     """
-    try:
+    with file_errors(option, path):
         Path(path).write_text(text, encoding="utf-8", newline="")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option}: {path} cannot be written: {_reason(error)}") from error
 
 
 def check_output_file(option: str, path: str | Path) -> None:
@@ -76,23 +93,12 @@ def check_output_file(option: str, path: str | Path) -> None:
     Raises:
         ConfigError: It cannot be written.
     """
-    try:
-        check_writable(Path(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option}: {path} cannot be written: {_reason(error)}") from error
-
-
-def check_writable(path: Path) -> None:
-    """Open a file for appending, and remove it again if it did not exist.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    is_new = not path.exists()
-    with path.open("ab"):
-        pass
-    if is_new:
-        path.unlink()
+    with file_errors(option, path):
+        is_new = not Path(path).exists()
+        with Path(path).open("ab"):
+            pass
+        if is_new:
+            Path(path).unlink()
 
 
 def split_lines(text: str) -> list[str]:
@@ -112,7 +118,3 @@ def json_line(value: Any, encoding: str | None) -> str:
     """Return a value as one line of JSON, for a stream with this encoding."""
     is_unicode = encoding is not None and codecs.lookup(encoding).name.startswith("utf")
     return escape_line_ends(json.dumps(value, ensure_ascii=not is_unicode))
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

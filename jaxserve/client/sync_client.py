@@ -6,6 +6,7 @@ from typing import Any, Unpack
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jaxserve.api.outputs import RequestOutput
 from jaxserve.client.channel import BlockingConnection
 from jaxserve.client.failures import errors_of_calls
 from jaxserve.client.requests import (

@@ -218,17 +218,17 @@ def plan_pages(
     )
     if left <= 0:
         raise MemoryPlanError(
-            f"the model does not fit: each device needs {_gib(needs.weights)} for weights, "
-            f"{_gib(needs.temporaries + needs.slots)} for the largest step and {_gib(reserve)} in reserve, but may use "
-            f"{_gib(usable)} (gpu_memory_utilization={utilization} of {_gib(total)}); use {remedy} or a smaller "
+            f"the model does not fit: each device needs {gib(needs.weights)} for weights, "
+            f"{gib(needs.temporaries + needs.slots)} for the largest step and {gib(reserve)} in reserve, but may use "
+            f"{gib(usable)} (gpu_memory_utilization={utilization} of {gib(total)}); use {remedy} or a smaller "
             "max_num_batched_tokens"
         )
     if num_pages is None:
         num_pages = _default_pages(needs, left, platform, pool_bytes)
     if num_pages * needs.page > left:
         raise MemoryPlanError(
-            f"{num_pages} KV pages need {_gib(num_pages * needs.page)} on each device, but only {_gib(left)} of the "
-            f"usable {_gib(usable)} are left; use at most num_gpu_blocks_override={left // needs.page} or "
+            f"{num_pages} KV pages need {gib(num_pages * needs.page)} on each device, but only {gib(left)} of the "
+            f"usable {gib(usable)} are left; use at most num_gpu_blocks_override={left // needs.page} or "
             f"kv_cache_memory_bytes={left}"
         )
     if num_pages < needs.request_pages:
@@ -236,8 +236,8 @@ def plan_pages(
         hint = f"use max_model_len={longest}, or " if longest else ""
         raise MemoryPlanError(
             f"one request of max_model_len={needs.max_model_len} tokens needs {needs.request_pages} KV pages "
-            f"({_gib(needs.request_pages * needs.page)} on each device), but there are {num_pages} "
-            f"({_gib(num_pages * needs.page)}); {hint}raise kv_cache_memory_bytes, num_gpu_blocks_override or "
+            f"({gib(needs.request_pages * needs.page)} on each device), but there are {num_pages} "
+            f"({gib(num_pages * needs.page)}); {hint}raise kv_cache_memory_bytes, num_gpu_blocks_override or "
             "gpu_memory_utilization"
         )
     return num_pages
@@ -254,7 +254,8 @@ def _default_pages(needs: MemoryNeeds, left: int, platform: str, pool_bytes: int
     return min(limit, max(_CPU_POOL_BYTES // needs.page, needs.request_pages), left // needs.page)
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """Return a size in GiB, for messages."""
     return f"{size / GIB:.2f} GiB"
 
 

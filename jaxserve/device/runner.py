@@ -25,47 +25,35 @@ from jaxserve.scheduling.plan import ON_DEVICE, ChunkTargets, PageCopy, PageGran
 from jaxserve.scheduling.row_starts import as_array
 
 
-class PendingStep:
+class PendingStep(NamedTuple):
     """A launched step whose outputs are being copied to the host.
 
-    Args:
-        output: Outputs of the last stage.
+    Attributes:
+        output: Outputs of the last stage; ``expert_tokens`` are a list with those of each stage that counts them.
         plans: Plan of each lane.
-        expert_tokens: Those of the stages before it that count them.
         errors: Rows of each lane whose inputs could not be built.
     """
 
-    def __init__(
-        self,
-        output: StepOutput,
-        plans: Sequence[StepPlan],
-        expert_tokens: Sequence[jax.Array],
-        errors: Sequence[tuple[RowError, ...]],
-    ):
-        own = () if output.expert_tokens is None else (output.expert_tokens,)
-        counted: Any = (*expert_tokens, *own) or None
-        self._output = output._replace(expert_tokens=counted)
-        self._plans = plans
-        self._errors = errors
-        for array in jax.tree.leaves(self._output):
-            array.copy_to_host_async()
+    output: StepOutput
+    plans: Sequence[StepPlan]
+    errors: Sequence[tuple[RowError, ...]]
 
     def wait(self) -> list[StepResult]:
         """Wait for the step; return the result of each lane."""
-        output = jax.tree.map(np.asarray, self._output)
-        num_lanes = len(self._plans)
-        if num_lanes == 1:
-            return [_result(output, self._plans[0], self._errors[0])]
+        output = jax.tree.map(np.asarray, self.output)
+        if len(self.plans) == 1:
+            return [_result(output, self.plans[0], self.errors[0])]
+        num_lanes = len(self.plans)
         parts = jax.tree.map(lambda array: array.reshape(num_lanes, len(array) // num_lanes, *array.shape[1:]), output)
         return [
-            _result(jax.tree.map(lambda part, lane=lane: part[lane], parts), plan, self._errors[lane])
-            for lane, plan in enumerate(self._plans)
+            _result(jax.tree.map(lambda part, lane=lane: part[lane], parts), plan, self.errors[lane])
+            for lane, plan in enumerate(self.plans)
         ]
 
 
 def _result(output: Any, plan: StepPlan, errors: tuple[RowError, ...]) -> StepResult:
     """Return a lane's result from its part of the outputs."""
-    counted = None if output.expert_tokens is None else np.concatenate(output.expert_tokens)
+    counted = np.concatenate(output.expert_tokens) if output.expert_tokens else None
     tokens = _token_lists(output.tokens, plan)
     return StepResult(tokens, output.logprobs, output.prompt_logprobs, output.sums, counted, errors)
 
@@ -86,8 +74,8 @@ def _token_lists(tokens: np.ndarray, plan: StepPlan) -> list[list[int]]:
 class StepInputs(NamedTuple):
     """A compiled step and its inputs besides parameters and state.
 
-    Steps with the same rows can reuse them until a slot changes, if ``_is_reusable``: the device tracks the positions,
-    and ``num_shared_pages`` remains a lower bound because contexts only grow.
+    Steps with the same rows can reuse them until a slot changes, if no row is masked and all start ``ON_DEVICE``: the
+    device tracks the positions, and ``num_shared_pages`` remains a lower bound because contexts only grow.
 
     Attributes:
         plans: Plan of each lane for which they were made.
@@ -157,32 +145,49 @@ class LocalRunner:
         else:
             for slots, plan in zip(self._lanes, plans, strict=True):
                 slots.starts.advance(plan)
-        last, pipeline = self._last, self._pipeline
-        hidden, expert_tokens = ((), ()) if pipeline is None else pipeline.run(plans, inputs.shape, inputs.buffer)
-        last.state, output = inputs.step(last.params, last.state, inputs.buffer, inputs.mask, *hidden)
-        if pipeline is not None:
-            pipeline.send_back(plans, last.state.latest)
+        output = self._run_last(inputs) if self._pipeline is None else self._run_stages(self._pipeline, inputs, plans)
         if inputs.variant != "full":
             output = output._replace(logprobs=None)
         if not any(pooling.is_last for plan in plans for pooling in plan.pooling):
             output = output._replace(sums=None)
+        for array in jax.tree.leaves(output):
+            array.copy_to_host_async()
         handle = next(self._handles)
         errors = [slots.errors(plan) for slots, plan in zip(self._lanes, plans, strict=True)]
-        self._launched[handle] = PendingStep(output, plans, expert_tokens, errors)
+        self._launched[handle] = PendingStep(output, plans, errors)
         return handle
+
+    def _run_last(self, inputs: StepInputs, *hidden: jax.Array) -> StepOutput:
+        """Launch a step of the last stage, or of the only one."""
+        last = self._last
+        last.state, output = inputs.step(last.params, last.state, inputs.buffer, inputs.mask, *hidden)
+        if output.expert_tokens is not None:
+            output = output._replace(expert_tokens=[output.expert_tokens])
+        return output
+
+    def _run_stages(self, pipeline: Pipeline, inputs: StepInputs, plans: Sequence[StepPlan]) -> StepOutput:
+        """Launch a step of every stage of a pipeline."""
+        hidden, expert_tokens = pipeline.run(plans, inputs.shape, inputs.buffer)
+        output = self._run_last(inputs, *hidden)
+        pipeline.send_back(plans, self._last.state.latest)
+        return output._replace(expert_tokens=[*expert_tokens, *(output.expert_tokens or ())])
 
     def _prepare(self, plans: Sequence[StepPlan]) -> StepInputs:
         """Apply the plans' slot changes, and create the inputs of their step."""
         lanes, last = [*zip(self._lanes, plans, strict=True)], self._last
-        kept = (inputs for inputs in self._inputs if inputs.survives(plans))
-        self._inputs = collections.deque(kept, len(self._stages))
+        if self._pipeline is None:
+            self._inputs.clear()
+        else:  # those of the other microbatches
+            kept = (inputs for inputs in self._inputs if inputs.survives(plans))
+            self._inputs = collections.deque(kept, len(self._stages))
         rows = [slots.apply(plan) for slots, plan in lanes]
         if any(rows):
             last.set_up_slots(rows)
         copies = [plan.copies for plan in plans]
         if any(copies):
             self._copy_pages(copies)
-        masked = [slots.masked_rows(plan) for slots, plan in lanes]
+        is_masked = any(plan.masks or slots.masks.has_static_masks for slots, plan in lanes)
+        masked = [slots.masked_rows(plan) for slots, plan in lanes] if is_masked else []
         is_full = any(masked) or last.model.is_always_full
         variant = max((slots.variant(plan, is_full) for slots, plan in lanes), key=VARIANTS.index)
         shape, step = last.choose(plans, variant)
@@ -192,7 +197,7 @@ class LocalRunner:
             mask = _joined([slots.masks.array(rows, shape.num_rows) for slots, rows in masks])
         buffer = _joined([batch.build(slots, plan, shape, VARIANTS.index(variant)) for slots, plan in lanes])
         inputs = StepInputs(plans, shape, step, variant, buffer, mask)
-        if all(_is_reusable(slots, plan) for slots, plan in lanes):
+        if not is_masked and all(start == ON_DEVICE for plan in plans for start in plan.starts):
             self._inputs.append(inputs)
         return inputs
 
@@ -304,12 +309,6 @@ class LocalRunner:
             array.delete()
         for stage in self._stages:
             stage.delete()
-
-
-def _is_reusable(slots: Slots, plan: StepPlan) -> bool:
-    """Return whether a lane's next step can have the same inputs; see ``StepInputs``."""
-    is_masked = slots.masks.has_static_masks or bool(plan.masks)
-    return not is_masked and all(start == ON_DEVICE for start in plan.starts)
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

@@ -171,8 +171,7 @@ class ShardedModel:
     @functools.cached_property
     def kv_layout(self) -> KVLayout:
         """Pools and page tables; pools of one kind are stacked in one array if the kernel supports it."""
-        layers = None if self.stage is None else self.stage.layers
-        layout = lay_out_kv(self.abstract_model.kv_specs, self.max_model_len, layers)
+        layout = lay_out_kv(self.abstract_model.kv_specs, self.max_model_len, self.layers)
         return layout.stacked(self.pool_pages) if self.kernel.stacks_pools else layout
 
     @property

@@ -75,7 +75,8 @@ class Slots:
         self.counted_from = np.full(num_slots, _NEVER, np.int32)
         self.masks = TokenMasks(vocab_size)
         self._vocab_size = vocab_size
-        self._biased: set[int] = set()
+        self._special: set[int] = set()  # slots whose last request was not simple
+        self._biased: set[int] = set()  # those that may have a bias on the device
         self.failed: dict[int, Exception] = {}
         self.paddings: dict[BatchShape, np.ndarray] = {}
 
@@ -91,7 +92,9 @@ class Slots:
             try:
                 row = self._set_up(setup)
             except Exception as error:
-                row = self._set_up(SlotSetup(setup.slot, Sampling(), setup.final_length), is_stale=True)
+                self._special.add(setup.slot)
+                self._biased.add(setup.slot)
+                row = self._set_up(SlotSetup(setup.slot, Sampling(), setup.final_length))
                 self.failed[setup.slot] = error
             if row is not None:
                 rows.append(row)
@@ -123,14 +126,20 @@ class Slots:
         except Exception as error:
             self.failed[slot] = error
 
-    def _set_up(self, setup: SlotSetup, is_stale: bool = False) -> np.ndarray | None:
-        """Assign a slot; return its row if it must be written: its request uses it, the previous one left a bias there,
-        or ``is_stale``."""
+    def _set_up(self, setup: SlotSetup) -> np.ndarray | None:
+        """Assign a slot; return its row if it must be written: its request uses it, or the previous one did."""
         slot, sampling = setup.slot, setup.sampling
         self.page_tables[:, slot] = self.num_pages
         self.lengths[slot] = setup.final_length
         self._set_params(slot, sampling)
         self._is_random[slot] = sampling.options.temperature > 0
+        if sampling.is_simple and slot not in self._special:
+            return None
+        return self._set_up_special(setup)
+
+    def _set_up_special(self, setup: SlotSetup) -> np.ndarray | None:
+        """Set what only requests that are not simple need, and what one of them has left; return the slot's row."""
+        slot, sampling = setup.slot, setup.sampling
         self.counted_from[slot] = len(setup.token_ids) if sampling.has_penalties else _NEVER
         self._needs_full[slot] = (
             sampling.num_logprobs >= 0
@@ -139,23 +148,25 @@ class Slots:
             or sampling.arguments not in ((), self._default_arguments)
         )
         self.masks.apply([setup])
-        is_needed = is_stale or slot in self._biased or bool(sampling.logit_bias or sampling.tracked_ids)
+        is_needed = slot in self._biased or bool(sampling.logit_bias or sampling.tracked_ids)
         row = slot_row(setup, self._vocab_size) if is_needed or sampling.has_penalties else None
-        if sampling.logit_bias:
-            self._biased.add(slot)
-        else:
-            self._biased.discard(slot)
+        for slots, is_member in ((self._special, not sampling.is_simple), (self._biased, bool(sampling.logit_bias))):
+            if is_member:
+                slots.add(slot)
+            else:
+                slots.discard(slot)
         return row
 
     def _set_params(self, slot: int, sampling: Sampling) -> None:
         """Store a slot's sampling parameters."""
-        arguments = sampling.arguments or self._default_arguments
-        assert len(arguments) == len(self._default_arguments), "wrong number of logits processor arguments"
         seed = sampling.seed if sampling.seed < 1 << 31 else sampling.seed - (1 << 32)
         self._param_rows["seeds"][slot] = seed
         for name, value in sampling.options._asdict().items():
             self._param_rows[name][slot] = value
-        self._arguments[:, slot] = arguments
+        if self._default_arguments:
+            arguments = sampling.arguments or self._default_arguments
+            assert len(arguments) == len(self._default_arguments), "wrong number of logits processor arguments"
+            self._arguments[:, slot] = arguments
 
 
 class _SlotMask(NamedTuple):

@@ -82,6 +82,7 @@ class Stage:
             self.keys = [(shape, "any") for shape in self.buckets.shapes()]
         self._decode_variants = {variant for shape, variant in self.keys if shape.decode_only}
         self._steps: dict[StepKey, CompiledStep] = {}
+        self._plain_steps: dict[StepKey, CompiledStep] = {}
         self._set_up: jax.stages.Compiled | None = None
         self._copies: dict[PoolKind, jax.stages.Compiled] = {}
 
@@ -92,6 +93,7 @@ class Stage:
             set_up = submit(pool, trace_set_up(self.model)) if self.model.is_last else None
             copies = {kind: submit(pool, trace_copy_pages(self.model, kind, count)) for kind, count in kinds.items()}
             self._steps = self._compile_steps(pool)
+            self._plain_steps = {key: _without_scorer(step) for key, step in self._steps.items()}
             self._copies = {kind: future.result() for kind, future in copies.items()}
             self._set_up = None if set_up is None else set_up.result()
 
@@ -140,10 +142,8 @@ class Stage:
             is_compiled = "any" in self._decode_variants or variant in self._decode_variants
             decode_only = is_compiled and all(plan.is_decode_only for plan in plans)
             shape = self.buckets.shape_for(max(plan.num_tokens for plan in plans), decode_only)
-        step = self._steps.get((shape, variant)) or self._steps[shape, "any"]
-        if isinstance(step, SplitStep) and not scores_prompt:
-            step = dataclasses.replace(step, scorer=None)
-        return shape, step
+        steps = self._steps if scores_prompt else self._plain_steps
+        return shape, steps.get((shape, variant)) or steps[shape, "any"]
 
     def run_layers(
         self, shape: BatchShape, latest: LatestTokens, buffer: np.ndarray, *hidden: jax.Array
@@ -189,6 +189,11 @@ class Stage:
     def temporary_bytes(self) -> int:
         """Peak temporary memory per device over all steps, in bytes, with the hidden states handed over."""
         return max(map(_temporary_bytes, self._steps.values()), default=0)
+
+
+def _without_scorer(step: CompiledStep) -> CompiledStep:
+    """Return the step for plans without prompt logprobs."""
+    return dataclasses.replace(step, scorer=None) if isinstance(step, SplitStep) else step
 
 
 def _temporary_bytes(step: CompiledStep) -> int:

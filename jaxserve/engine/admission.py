@@ -28,22 +28,18 @@ from jaxserve.text.tokenizer import Tokenizer
 GrammarFuture = concurrent.futures.Future[Grammar]
 
 
-def truncate_prompt(
-    token_ids: list[int], kept: int | None, max_output_tokens: int | None, max_model_len: int
-) -> list[int]:
+def truncate_prompt(token_ids: list[int], kept: int, max_output_tokens: int | None, max_model_len: int) -> list[int]:
     """Return the last tokens of a prompt.
 
     Args:
         token_ids: Tokens of the prompt.
-        kept: Number of tokens to keep; -1: as many as leave room for the output; None: all.
+        kept: Number of tokens to keep; -1: as many as leave room for the output.
         max_output_tokens: For -1, the number of output tokens to leave room for; None for one.
         max_model_len: Maximum context length in tokens.
 
     Raises:
         RequestError: ``truncate_prompt_tokens`` is neither -1 nor from 1 to ``max_model_len``.
     """
-    if kept is None:
-        return token_ids
     if kept == -1:
         kept = max_model_len - (1 if max_output_tokens is None else max_output_tokens)
         return token_ids[-kept:] if kept > 0 else token_ids
@@ -71,10 +67,10 @@ def fit_max_tokens(
         RequestError: The context has no room for a token after the prompt or, if strict, for ``max_tokens``.
     """
     room = max_model_len - num_prompt_tokens
+    if params.max_tokens is not None and params.max_tokens <= room:
+        return params
     check_length(num_prompt_tokens, (params.max_tokens or 1) if is_strict else 1, max_model_len)
-    if params.max_tokens is None or params.max_tokens > room:
-        return params.clone(max_tokens=room, min_tokens=min(params.min_tokens, room))
-    return params
+    return params.clone(max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
 def sample_seed(seed: int, index: int) -> int:
@@ -157,9 +153,11 @@ class Admission:
         """
         limits, params = self.limits, request.params
         limits.check_priority(request.priority)
-        max_output_tokens = params.max_tokens if request.pooling is None else 0
-        kept = request.truncate_prompt_tokens
-        token_ids = truncate_prompt(self._token_ids(request), kept, max_output_tokens, limits.max_model_len)
+        token_ids = self._token_ids(request)
+        if request.truncate_prompt_tokens is not None:
+            max_output_tokens = params.max_tokens if request.pooling is None else 0
+            kept = request.truncate_prompt_tokens
+            token_ids = truncate_prompt(token_ids, kept, max_output_tokens, limits.max_model_len)
         if request.pooling is not None:
             times = {"arrival_s": arrival_s, "queued_s": time.monotonic()}
             return pooling_state(request, request.pooling, token_ids, limits, **times)
@@ -171,18 +169,25 @@ class Admission:
         if params.structured_outputs is not None:
             assert self.grammars is not None
             grammar = self.grammars.submit(params.structured_outputs)
-        request = dataclasses.replace(request, params=params)
-        samples = self._samples(request, token_ids, default_seed, grammar)
+        if params is not request.params:
+            request = dataclasses.replace(request, params=params)
         tokenizer = self.tokenizer if params.detokenize else None
+        samples = self._samples(request, token_ids, tokenizer, default_seed, grammar)
         state = RequestState(request, token_ids, samples, arrival_s, time.monotonic(), tokenizer, grammar=grammar)
         if params.prompt_logprobs is not None:
             state.prompt_logprobs = [None for _ in token_ids]
             if tokenizer is not None:  # in the given text, or in the tokens' own if it may have been truncated
-                state.prompt_offsets = prompt_offsets(tokenizer, request.text if kept is None else None, token_ids)
+                text = request.text if request.truncate_prompt_tokens is None else None
+                state.prompt_offsets = prompt_offsets(tokenizer, text, token_ids)
         return state
 
     def _samples(
-        self, request: Request, prompt: list[int], default_seed: int, grammar: GrammarFuture | None
+        self,
+        request: Request,
+        prompt: list[int],
+        tokenizer: Tokenizer | None,
+        default_seed: int,
+        grammar: GrammarFuture | None,
     ) -> list[Sample]:
         """Create the samples of a request; the others follow the first one, whose prompt pages they share."""
         params, limits = request.params, self.limits
@@ -201,7 +206,6 @@ class Admission:
         )
         seed = default_seed if params.seed is None else params.seed
         samples: list[Sample] = []
-        tokenizer = self.tokenizer if params.detokenize else None
         pieces = None if tokenizer is None else tokenizer.pieces(params.skip_special_tokens)
         for index, constraint in enumerate(self._constraints(request, prompt, grammar, bad_words)):
             detokenizer = None if pieces is None else _detokenizer(pieces, params, prompt)
@@ -222,8 +226,8 @@ class Admission:
             if params.logprobs is not None or params.logprob_token_ids:
                 samples[-1].logprobs = FlatLogprobs() if params.flat_logprobs else []
                 samples[-1].offsets = None if pieces is None else TextOffsets(pieces, prompt)
-        sequences = [sample.sequence for sample in samples]
-        sequences[0].followers = sequences[1:]
+        if len(samples) > 1:
+            samples[0].sequence.followers = [sample.sequence for sample in samples[1:]]
         return samples
 
     def _bad_words(self, words: collections.abc.Sequence[str]) -> list[tuple[int, ...]]:

@@ -6,16 +6,17 @@ round, so that a round computes only a few tokens per beam.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 from tqdm import tqdm
 
 from jaxserve.api.errors import RequestError
-from jaxserve.api.outputs import BeamSearchOutput, BeamSearchSequence, Logprob
+from jaxserve.api.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_params import BeamSearchParams, SamplingParams
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.request_state import RequestState
-from jaxserve.engine.signal_delay import SignalDelay
+
+Run = Callable[[Sequence[Request]], list[RequestOutput]]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -31,14 +32,15 @@ class BeamSearch:
     """Beam search for several prompts at once. As in vLLM, lengths include the prompt.
 
     Args:
-        engine: Runs the requests.
+        engine: Has the limits and the tokenizer, and prepares prompts.
+        run: Runs requests to their ends, and returns their outputs in order.
         params: Parameters of the search.
 
     Raises:
         RequestError: ``max_logprobs`` is less than twice the beam width.
     """
 
-    def __init__(self, engine: Engine, params: BeamSearchParams):
+    def __init__(self, engine: Engine, run: Run, params: BeamSearchParams):
         limits = engine.admission.limits
         max_logprobs = limits.vocab_size if limits.max_logprobs == -1 else limits.max_logprobs
         if 2 * params.beam_width > max_logprobs:
@@ -49,6 +51,7 @@ class BeamSearch:
                 value=params.beam_width,
             )
         self._engine = engine
+        self._run = run
         self._params = params
         self._max_model_len = limits.max_model_len
         self._eos_ids = frozenset(() if params.ignore_eos else limits.eos_token_ids)
@@ -73,8 +76,7 @@ class BeamSearch:
             for first in range(0, len(searches), size):
                 group = searches[first : first + size]
                 for _ in range(self._params.max_tokens):
-                    with SignalDelay() as signals:
-                        has_beams = self._advance(group, signals)
+                    has_beams = self._advance(group)
                     bar.update(len(group))
                     if not has_beams:
                         break
@@ -92,26 +94,14 @@ class BeamSearch:
             searches.append(_Search(prompt, [BeamSearchSequence(tokens=request.prompt_token_ids, logprobs=[])]))
         return searches
 
-    def _advance(self, searches: list[_Search], signals: SignalDelay) -> bool:
+    def _advance(self, searches: list[_Search]) -> bool:
         """Extend every beam by one token; return whether any beam is left."""
-        requests: list[tuple[_Search, BeamSearchSequence, RequestState]] = []
-        try:
-            for search in searches:
-                for beam in search.beams:
-                    requests.append((search, beam, self._prepare(search.prompt, beam)))
-            for _, _, request in requests:
-                self._engine.enqueue(request)
-            while not all(request.is_finished() for _, _, request in requests):
-                self._engine.step()
-                signals.run_pending()
-        except BaseException:
-            signals.is_held = True
-            self._engine.abort(*(request for _, _, request in requests))
-            raise
+        beams = [(search, beam) for search in searches for beam in search.beams]
+        outputs = self._run([self._request(search.prompt, beam) for search, beam in beams])
         for search in searches:
             search.beams = []
-        for search, beam, request in requests:
-            self._extend(search, beam, request)
+        for (search, beam), output in zip(beams, outputs, strict=True):
+            self._extend(search, beam, output)
         for search in searches:
             search.beams.sort(key=self._score, reverse=True)
             del search.beams[self._params.beam_width :]
@@ -132,7 +122,7 @@ class BeamSearch:
             ]
         return BeamSearchOutput(sequences=best)
 
-    def _prepare(self, prompt: Request, beam: BeamSearchSequence) -> RequestState:
+    def _request(self, prompt: Request, beam: BeamSearchSequence) -> Request:
         params = SamplingParams(
             temperature=self._params.temperature,
             logprobs=2 * self._params.beam_width,
@@ -140,13 +130,13 @@ class BeamSearch:
             ignore_eos=True,
             seed=0,
         )
-        return self._engine.prepare(dataclasses.replace(prompt, token_ids=tuple(beam.tokens), params=params))
+        return dataclasses.replace(prompt, token_ids=tuple(beam.tokens), params=params)
 
-    def _extend(self, search: _Search, beam: BeamSearchSequence, request: RequestState) -> None:
+    def _extend(self, search: _Search, beam: BeamSearchSequence, output: RequestOutput) -> None:
         """Add one extension of a beam for each reported token to the search."""
-        logprobs = self._engine.make(request, request.output).outputs[0].logprobs
-        if request.error is not None:
-            raise RequestError(f"beam search: {request.error}")
+        logprobs = output.outputs[0].logprobs
+        if output.error is not None:
+            raise RequestError(f"beam search: {output.error}")
         assert logprobs is not None
         position: dict[int, Logprob] = logprobs[0]
         for token, logprob in position.items():

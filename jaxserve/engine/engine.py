@@ -1,14 +1,12 @@
 """The engine: accepts requests, runs steps, and delivers outputs."""
 
-import collections
 import contextlib
 import dataclasses
 import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -22,22 +20,20 @@ from jaxserve.engine.metrics import PREFIX, CompileCounter, EngineMetrics
 from jaxserve.engine.pooling import pooled_vector
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState
-from jaxserve.engine.step_guard import StepGuard
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.router import choose_scheduler
+from jaxserve.scheduling.sequence import Sequence
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 
 class Engine:
-    """Runs requests step by step. Threads may share an engine: a change of its state waits for the one in progress.
+    """Runs requests step by step. One thread at a time may change its state: that of the ``Loop``.
 
-    After an exception such as KeyboardInterrupt in the middle of a step, the next call allocates queues, slots and
-    pages anew, and the requests that were unfinished fail. An ``Exception`` stops the engine.
+    After a KeyboardInterrupt or the like in the middle of a step, queues, slots and pages are allocated anew, and the
+    requests that were unfinished fail. An ``Exception`` stops the engine.
 
     Args:
         replicas: One replica per data slice.
@@ -45,10 +41,6 @@ class Engine:
         seed: Seed from which requests without one get theirs.
         counter: Counts compilations during steps.
         expert_load: Counts the tokens of each expert; None if steps do not.
-
-    Attributes:
-        guard: Changes of the engine's state are blocks of it.
-        aborted: Requests to abort before the next step; ``abort`` does so at once.
     """
 
     def __init__(
@@ -71,9 +63,6 @@ class Engine:
         self._metrics = EngineMetrics(admission.limits.max_model_len)
         self._failure: BaseException | None = None
         self._is_closed = False
-        self.guard = StepGuard(self._mend)
-        self.aborted: collections.deque[RequestState] = collections.deque()
-        self._lost: dict[str, RequestState] = {}
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -82,8 +71,8 @@ class Engine:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of running and waiting requests, and of those that the next step reports as failed."""
-        return len(self._requests) + len(self._lost)
+        """Number of running and waiting requests."""
+        return len(self._requests)
 
     def prepare(self, request: Request, arrival_s: float | None = None) -> RequestState:
         """Validate and tokenize a request, and start to compile its grammar; ``enqueue`` runs it.
@@ -98,57 +87,66 @@ class Engine:
         )
 
     def enqueue(self, request: RequestState) -> None:
-        """Add a prepared request to a scheduler's queue, after waiting for its grammar.
+        """Add a prepared request, whose grammar is compiled, to a scheduler's queue.
 
         Raises:
-            RequestError: The request id is in use, or the grammar cannot be compiled.
+            RequestError: The request id is in use.
             EngineDeadError: The engine has failed.
         """
         self._check_alive()
-        if request.grammar is not None:
-            request.grammar.result()
-        with self.guard:
-            error = self._enqueue(request)
-        if error is not None:
-            raise error
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use", parameter="request_id")
+        first = request.samples[0].sequence
+        self._requests[request.request_id] = request
+        try:
+            if len(self._schedulers) > 1:
+                request.lane = choose_scheduler(self._schedulers, first)
+            self._schedulers[request.lane].add(first)
+        except Exception as error:
+            self._fail(request, RequestFailedError(unforeseen(error)))
+            raise
 
     def submit(self, request: Request) -> RequestState:
-        """Prepare a request and enqueue it."""
+        """Prepare a request, wait for its grammar, and enqueue it."""
         prepared = self.prepare(request)
+        if prepared.grammar is not None:
+            prepared.grammar.result()
         self.enqueue(prepared)
         return prepared
 
     def step(self) -> list[RequestState]:
         """Launch a step on each replica, apply the results that are due, and return the requests they changed.
 
+        After an interrupt or an exit in the middle of it, these are all unfinished requests, which fail.
+
         Raises:
             EngineDeadError: The step failed, or the engine failed before.
         """
-        with self.guard, self.fatal_errors():
-            self._apply_aborts()
+        self._check_alive()
+        try:
             with self._counter:
                 launched = [replica.launch() for replica in self.replicas]
                 found = [
                     each.collect(not is_launched) for each, is_launched in zip(self.replicas, launched, strict=True)
                 ]
-            return self._take_lost() + [
-                request for lanes in found for lane in lanes for request in self._deliver(*lane)
-            ]
+            return [request for lanes in found for lane in lanes for request in self._deliver(*lane)]
+        except Exception as error:
+            self._failure = error
+            raise EngineDeadError(f"the engine stopped: {error}") from error
+        except BaseException:
+            logger.exception("a step was interrupted: its requests fail, and the prefix cache is cleared")
+            return self._mend()
 
     def drain(self) -> list[RequestState]:
         """Wait for the steps in flight and apply their results; return the requests they changed.
 
-        Only for blocks of ``guard``.
-
-        Raises:
-            EngineDeadError: A step failed, or the engine failed before.
+        Only for blocks of ``fatal_errors``.
         """
-        changed = dict.fromkeys(self._take_lost())
-        with self.fatal_errors():
-            for replica in self.replicas:
-                while replica.has_steps_in_flight:
-                    for lane in replica.collect(is_last=True):
-                        changed |= dict.fromkeys(self._deliver(*lane))
+        changed = dict[RequestState, None]()
+        for replica in self.replicas:
+            while replica.has_steps_in_flight:
+                for lane in replica.collect(is_last=True):
+                    changed |= dict.fromkeys(self._deliver(*lane))
         return list(changed)
 
     def replace_replicas(self, replicas: list[Replica]) -> None:
@@ -169,44 +167,33 @@ class Engine:
                 self._schedulers[request.lane].add(sequence)
 
     @contextlib.contextmanager
-    def fatal_errors(self, catches: type[BaseException] = Exception) -> Iterator[None]:
-        """Stop the engine if the block fails.
-
-        Args:
-            catches: The exceptions that stop it. Only those of class ``Exception`` become an EngineDeadError here.
+    def fatal_errors(self) -> Iterator[None]:
+        """Stop the engine if the block fails, with whatever exception.
 
         Raises:
-            EngineDeadError: The block failed, or the engine failed before.
+            EngineDeadError: The block raised an ``Exception``, or the engine failed before.
         """
         self._check_alive()
         try:
             yield
-        except catches as error:
+        except BaseException as error:
             self._failure = error
             if not isinstance(error, Exception):
                 raise
             raise EngineDeadError(f"the engine stopped: {error}") from error
 
     def abort(self, *requests: RequestState) -> None:
-        """Abort requests, before the next step if one is running. Does nothing for those that have finished."""
-        self.aborted.extend(requests)
-        while self.aborted and self.guard.run_if_free(self._apply_aborts):
-            pass
-
-    def make(self, request: RequestState, output: Callable[[], T]) -> T:
-        """Call a function that makes an output of a request; if it fails, fail the request and call it again."""
-        with self.guard:
-            try:
-                return output()
-            except Exception as error:
-                self._fail_alone(request, error)
-                return output()
+        """Abort requests. Does nothing for those that have finished."""
+        for request in requests:
+            if self._requests.get(request.request_id) is request:
+                for sample in request.samples:
+                    self._schedulers[request.lane].finish(sample.sequence, "abort")
+                self._close(request)
 
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache without affecting running requests. Always returns True, as in vLLM's API."""
-        with self.guard:
-            for scheduler in self._schedulers:
-                scheduler.allocator.reset()
+        for scheduler in self._schedulers:
+            scheduler.allocator.reset()
         return True
 
     def metrics(self) -> list[Metric]:
@@ -216,62 +203,31 @@ class Engine:
 
     def close(self) -> None:
         """Free the devices' memory; the engine cannot be used afterwards. May be called again."""
-        self.guard.check_outside()
         self._failure = self._failure or RuntimeError("it was closed")
-        with self.guard:
-            if self._is_closed:
-                return
-            for replica in self.replicas:
-                replica.close()
-            self._counter.close()
-            if self.admission.grammars is not None:
-                self.admission.grammars.close()
-            self._is_closed = True
-
-    def _enqueue(self, request: RequestState) -> Exception | None:
-        """Add a request; return the exception if it cannot be added."""
-        if request.request_id in self._requests:
-            return RequestError(f"request id {request.request_id!r} is in use", parameter="request_id")
-        first = request.samples[0].sequence
-        self._requests[request.request_id] = request
-        try:
-            request.lane = choose_scheduler(self._schedulers, first)
-            self._schedulers[request.lane].add(first)
-        except Exception as error:
-            self._fail(request, RequestFailedError(unforeseen(error)))
-            return error
-        return None
-
-    def _apply_aborts(self) -> None:
-        while self.aborted:
-            request = self.aborted[0]
-            self._lost.pop(request.request_id, None)
-            if self._requests.get(request.request_id) is request:
-                for sample in request.samples:
-                    self._schedulers[request.lane].finish(sample.sequence, "abort")
-                self._close(request)
-            self.aborted.popleft()
-
-    def _mend(self) -> None:
-        """Continue after a change that was not completed: with empty queues, slots and pages, and no requests."""
-        if self._failure is not None:
+        if self._is_closed:
             return
-        logger.warning("a step was interrupted: its requests fail, and the prefix cache is cleared")
+        for replica in self.replicas:
+            replica.close()
+        self._counter.close()
+        if self.admission.grammars is not None:
+            self.admission.grammars.close()
+        self._is_closed = True
+
+    def _mend(self) -> list[RequestState]:
+        """Continue after a step that was not completed, with empty queues, slots and pages.
+
+        Returns:
+            The requests that were unfinished, which have failed.
+        """
         for replica in self.replicas:
             replica.reset()
         self._schedulers = [scheduler for replica in self.replicas for scheduler in replica.schedulers]
-        for name, request in list(self._requests.items()):
+        lost = list(self._requests.values())
+        for request in lost:
             request.error = request.error or RequestFailedError("a step was interrupted before the request finished")
             for sample in request.samples:
                 self._schedulers[0].abandon(sample.sequence)
-            self._lost[name] = request
-            self._metrics.finished(request)
-            self._requests.pop(name)
-
-    def _take_lost(self) -> list[RequestState]:
-        """Return the requests that ``_mend`` has failed since the last call."""
-        lost = list(self._lost.values())
-        self._lost.clear()
+            self._close(request)
         return lost
 
     def _check_alive(self) -> None:
@@ -289,7 +245,7 @@ class Engine:
             changed |= dict.fromkeys(self._add_prompt_logprobs(completion, result))
         if result.logprobs is not None:
             self._score(completion, result.logprobs)
-        started = self._note_first_tokens(completion, now) if 0.0 in completion.previous_s else []
+        started = self._note_first_tokens(completion.started, now) if completion.started else []
         pooled = self._add_vectors(completion, result, now) if completion.pooled else []
         self._metrics.stepped(completion, now, started, pooled)
         for sequence in completion.finished:
@@ -323,7 +279,7 @@ class Engine:
 
     def _score(self, completion: Completion, scores: TokenLogprobs) -> None:
         """Add the logprobs of new tokens to their samples."""
-        for first, sequence in zip(completion.first_samples, completion.rows, strict=True):
+        for first, sequence in zip(completion.plan.first_samples, completion.rows, strict=True):
             request = self._requests.get(sequence.request.request_id)
             if request is None:
                 continue
@@ -335,14 +291,12 @@ class Engine:
             except BaseException as error:
                 self._fail_alone(request, own_failure(error))
 
-    def _note_first_tokens(self, completion: Completion, now: float) -> list[RequestState]:
+    def _note_first_tokens(self, sequences: list[Sequence], now: float) -> list[RequestState]:
         """Set the time of first tokens; return the requests that got theirs."""
-        started: list[RequestState] = []
-        for sequence, previous_s in zip(completion.sampled, completion.previous_s, strict=True):
-            request = None if previous_s else self._requests.get(sequence.request.request_id)
-            if request is not None and request.first_token_s is None:
-                request.first_token_s = now
-                started.append(request)
+        requests = dict.fromkeys(self._requests.get(sequence.request.request_id) for sequence in sequences)
+        started = [request for request in requests if request is not None and request.first_token_s is None]
+        for request in started:
+            request.first_token_s = now
         return started
 
     def _add_vectors(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:

@@ -1,22 +1,25 @@
 """The loop that steps an engine on a thread of its own, and feeds streams of outputs."""
 
-import collections
 import concurrent.futures
+import contextlib
 import logging
 import math
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from jaxserve.api.errors import (
     SHUT_DOWN,
     DeadlineError,
+    EngineBusyError,
     EngineDeadError,
     JaxserveError,
     RequestFailedError,
     unforeseen,
 )
+from jaxserve.api.outputs import RequestOutput
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.engine.stream import StepEngine, Stream, wake_readers
@@ -34,9 +37,14 @@ class Loop:
 
     An output is made when the sink has room for it, or if it is the last; until then tokens stay in the request.
 
+    The inbox is a ``SimpleQueue``, which a signal handler that raises cannot leave locked: callers of ``begin``,
+    ``want`` and ``drop`` may be interrupted anywhere.
+
     Args:
         engine: The engine, which only the loop's thread steps from now on.
         stats: Logs statistics periodically; None for no log.
+        is_on_demand: Whether to step only while a caller waits for a stream: from ``begin`` or ``want`` to its output.
+            Then streams that are open at the end fail; else they end with the tokens so far.
 
     Attributes:
         failure: The error that stopped the engine; None if it runs or was shut down.
@@ -44,15 +52,17 @@ class Loop:
         is_idle: Whether the engine has no work, so that ``num_done`` need not grow.
     """
 
-    def __init__(self, engine: StepEngine, stats: StatsLogger | None = None):
+    def __init__(self, engine: StepEngine, stats: StatsLogger | None = None, is_on_demand: bool = False):
         self._engine = engine
         self._stats = stats
+        self._is_on_demand = is_on_demand
         self._preparing: set[Stream] = set()
-        self._open: dict[str, Stream] = {}
+        self._open: dict[RequestState, Stream] = {}
+        self._wanted: set[Stream] = set()
         self._behind: list[Stream] = []
         self._next_deadline_s = math.inf
-        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
-        self._wakeup = threading.Condition()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.RLock()
         self._drain_until_s: float | None = None
         self.failure: BaseException | None = None
         self._is_stopped = False
@@ -80,15 +90,31 @@ class Loop:
         Raises:
             EngineDeadError: The engine failed or was shut down.
         """
-        with self._wakeup:
+        with self._lock:
             if not self.is_running:
                 raise self._dead()
             self._preparing.add(stream)
             self._pool.submit(self._prepare, stream, prepare)
 
+    def begin(self, streams: Sequence[Stream]) -> None:
+        """Queue prepared requests together, and step until each has an output. An error ends all of the streams.
+
+        Raises:
+            EngineDeadError: The engine failed or was shut down.
+        """
+        self._post(lambda: self._begin(streams))
+
+    def want(self, stream: Stream) -> None:
+        """Step until the stream has another output.
+
+        Raises:
+            EngineDeadError: The engine failed or was shut down.
+        """
+        self._post(lambda: self._want(stream))
+
     def refuse(self, stream: Stream, error: BaseException) -> None:
         """End the stream of a request that is not queued, unless it has ended."""
-        with self._wakeup:
+        with self._lock:
             is_first = not stream.has_ended
             stream.has_ended = True
             self._preparing.discard(stream)
@@ -101,7 +127,16 @@ class Loop:
         stream.has_ended = True
         request = stream.request
         if request is not None and not request.is_finished():
-            self._post(lambda: self._drop(stream, request))
+            with contextlib.suppress(EngineDeadError):
+                self._post(lambda: self._drop(stream, request))
+
+    def drop_all(self, streams: Sequence[Stream]) -> None:
+        """Drop streams, and wait until the pages of their requests are free, unless this is the loop's thread."""
+        for stream in streams:
+            self.drop(stream)
+        if not self._is_own_thread:
+            with contextlib.suppress(EngineDeadError):
+                self.run(lambda: None)
 
     def abort(self, request_ids: Iterable[str]) -> "concurrent.futures.Future[list[str]]":
         """Abort requests; their streams end with the tokens so far and finish reason ``abort``.
@@ -116,7 +151,8 @@ class Loop:
             preparing = [stream for stream in tuple(self._preparing) if stream.request_id in wanted]
             for stream in preparing:
                 stream.is_cancelled = True
-            streams = {name: stream for name, stream in self._open.items() if name in wanted}
+            found = {request.request_id: stream for request, stream in self._open.items()}
+            streams = {name: stream for name, stream in found.items() if name in wanted}
             self._abort(list(streams.values()))
             return [*(stream.request_id for stream in preparing), *streams]
 
@@ -142,9 +178,32 @@ class Loop:
                 if isinstance(error, EngineDeadError) and not self._is_stopped:
                     raise  # the function has stopped the engine
 
-        if not self._post(run):
-            raise self._dead()
+        self._post(run)
         return future
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Call a function as ``call`` does, and wait for it to end, even if a signal handler raises meanwhile.
+
+        Raises:
+            EngineBusyError: The caller is on the engine's thread.
+            EngineDeadError: The engine failed or was shut down.
+        """
+        self.check_outside()
+        future = self.call(function)
+        try:
+            return future.result()
+        except BaseException:
+            concurrent.futures.wait([future])
+            raise
+
+    def check_outside(self) -> None:
+        """Check that the caller may wait for the engine.
+
+        Raises:
+            EngineBusyError: It runs on the engine's thread, where nothing would go on.
+        """
+        if self._is_own_thread:
+            raise EngineBusyError("this call comes from inside a step of the same engine; call it between two steps")
 
     def call_aside(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
         """Run a short function on the threads that prepare requests.
@@ -159,9 +218,13 @@ class Loop:
 
     def deliver(self, changed: Iterable[RequestState]) -> None:
         """Put outputs of requests that a step, or a function passed to ``call``, has changed. On the loop's thread."""
-        found = [self._open.get(request.request_id) for request in changed]
         behind, self._behind = self._behind, []
-        self._offer(dict.fromkeys(stream for stream in [*behind, *found] if stream is not None))
+        streams = dict.fromkeys(behind)
+        for request in changed:
+            stream = self._open.get(request)
+            if stream is not None and (request.is_finished() or not stream.is_read_whole):
+                streams[stream] = None
+        self._offer(streams)
 
     def stop(self, drain_s: float = 0.0) -> None:
         """Stop accepting requests, wait up to ``drain_s`` seconds for in-flight ones, abort the rest, end the thread.
@@ -169,11 +232,11 @@ class Loop:
         Streams of aborted requests end with the tokens so far and finish reason ``abort``. May be called again, with a
         shorter ``drain_s`` taking effect.
         """
-        with self._wakeup:
+        with self._lock:
             until_s = time.monotonic() + drain_s
             self._drain_until_s = until_s if self._drain_until_s is None else min(until_s, self._drain_until_s)
-            self._wakeup.notify()
-        if threading.current_thread() is not self._thread:
+        self._inbox.put(lambda: None)  # wakes the thread
+        if not self._is_own_thread:
             self._thread.join()
 
     def join_preparation(self) -> None:
@@ -186,13 +249,21 @@ class Loop:
 
     # ---------------------------------------------------------------- other threads
 
-    def _post(self, command: Callable[[], None]) -> bool:
-        """Queue a command for the thread; return False if the thread has ended."""
-        with self._wakeup:
-            if not self._is_stopped:
-                self._inbox.append(command)
-                self._wakeup.notify()
-            return not self._is_stopped
+    @property
+    def _is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Queue a command for the thread.
+
+        Raises:
+            EngineDeadError: The thread has ended.
+        """
+        if self._is_stopped:
+            raise self._dead()
+        self._inbox.put(command)
+        if self._is_stopped:  # perhaps since then
+            self._run_leftovers()
 
     def _prepare(self, stream: Stream, prepare: Callable[[], RequestState]) -> None:
         """Prepare a request, and queue it once its grammar is compiled."""
@@ -212,9 +283,9 @@ class Loop:
 
     def _post_prepared(self, stream: Stream, error: BaseException | None = None) -> None:
         """Queue a request, or end its stream because its grammar is invalid or the engine stops."""
-        with self._wakeup:
+        with self._lock:
             if self.is_running and error is None:
-                self._post(lambda: self._enqueue(stream))
+                self._inbox.put(lambda: self._enqueue(stream))
                 return
         if self.is_running and error is not None:
             failure = copy_error(error)
@@ -224,7 +295,8 @@ class Loop:
         self.refuse(stream, failure)
 
     def _dead(self) -> EngineDeadError:
-        error = EngineDeadError(f"the engine stopped: {self.failure or 'it was shut down'}")
+        reason = "it was closed" if self._is_on_demand else "it was shut down"
+        error = EngineDeadError(f"the engine stopped: {self.failure or reason}")
         error.__cause__ = self.failure
         return error
 
@@ -233,15 +305,17 @@ class Loop:
     def _run(self) -> None:
         """Run the thread until ``stop`` is called or the engine fails."""
         try:
-            while self._wait_for_work():
-                while self._inbox:
-                    self._inbox.popleft()()
+            while self._may_go_on():
+                command = self._next_command()
+                if command is not None:
+                    command()
                     self.num_done += 1
+                    continue
                 self._expire()
-                if self._engine.num_unfinished:
-                    self.deliver(self._step())
+                if self._can_step():
+                    self.deliver(self._engine.step())
                     self.num_done += 1
-                    self._log()
+                self._log()
         except BaseException as error:
             # An EngineDeadError has the first failure as its cause.
             self.failure = error.__cause__ or error
@@ -249,34 +323,62 @@ class Loop:
         finally:
             self._end()
 
-    def _step(self) -> list[RequestState]:
-        """Run a step. After an interrupt or an exit in the middle of one, the next step fails its requests."""
-        try:
-            return self._engine.step()
-        except Exception:
-            raise
-        except BaseException:
-            logger.exception("a step was interrupted")
-            return []
+    def _may_go_on(self) -> bool:
+        """Whether the loop was not told to stop, or still drains."""
+        if self._drain_until_s is None:
+            return True
+        has_work = self._engine.num_unfinished > 0 or not self._inbox.empty()
+        return has_work and not self._is_on_demand and time.monotonic() < self._drain_until_s
 
-    def _wait_for_work(self) -> bool:
-        """Block while there is no work; return whether to continue."""
-        with self._wakeup:
-            while not self._inbox and not self._engine.num_unfinished and self._drain_until_s is None:
-                is_quiet = self._stats is None or self._stats.is_quiet
-                self.is_idle = True
-                self._wakeup.wait(None if is_quiet or self._stats is None else max(self._stats.remaining_s(), 0.0))
-                self.is_idle = False
-                self._log()
-            if self._stats is not None:
-                self._stats.resume()
-            if self._drain_until_s is None:
-                return True
-            return bool(self._engine.num_unfinished or self._inbox) and time.monotonic() < self._drain_until_s
+    def _can_step(self) -> bool:
+        """Whether there is a request and, on demand, somebody who waits for an output."""
+        return self._engine.num_unfinished > 0 and (not self._is_on_demand or bool(self._wanted))
+
+    def _next_command(self) -> Callable[[], None] | None:
+        """Return the next command; without a step to run, wait for one, or until a line of the log is due."""
+        timeout_s = None if self._stats is None else self._stats.wait_s()
+        self.is_idle = True
+        try:
+            return self._inbox.get(not self._can_step(), timeout_s)
+        except queue.Empty:
+            return None
+        finally:
+            self.is_idle = False
+
+    def _run_leftovers(self) -> None:
+        """Run the commands in the inbox of a loop that has stopped, on any thread."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._inbox.get_nowait()
+                command()
 
     def _log(self) -> None:
         if self._stats is not None and self._stats.is_due():
             self._stats.log(self._engine.metrics())
+
+    def _begin(self, streams: Sequence[Stream]) -> None:
+        """Queue prepared requests, whose outputs are waited for; if one cannot be queued, end all streams."""
+        try:
+            if self._is_stopped:
+                raise self._dead()
+            for stream in streams:
+                self._open_stream(stream)
+            self._wanted.update(streams)
+        except BaseException as error:  # a caller waits for the streams, whatever happens
+            for stream in streams:
+                self.refuse(stream, error)
+
+    def _want(self, stream: Stream) -> None:
+        if not stream.has_ended:
+            self._wanted.add(stream)
+
+    def _open_stream(self, stream: Stream) -> None:
+        """Queue the request of a stream."""
+        assert stream.request is not None
+        self._engine.enqueue(stream.request)
+        self._open[stream.request] = stream
+        if self._stats is not None:
+            self._stats.resume()
 
     def _enqueue(self, stream: Stream) -> None:
         """Queue a prepared request; if its deadline has passed or the engine rejects it, end its stream."""
@@ -290,7 +392,7 @@ class Loop:
                 raise self._dead()
             if deadline_s is not None and deadline_s <= time.monotonic():
                 raise _deadline_error(request)
-            self._engine.enqueue(request)
+            self._open_stream(stream)
         except JaxserveError as error:
             self.refuse(stream, error)
             return
@@ -298,7 +400,6 @@ class Loop:
             logger.exception("request %s: failed to enqueue it", request.request_id)
             self.refuse(stream, RequestFailedError(unforeseen(error)))
             return
-        self._open[request.request_id] = stream
         if stream.is_cancelled:
             self._abort([stream])
         elif deadline_s is not None:
@@ -312,8 +413,9 @@ class Loop:
         self._offer(streams)
 
     def _drop(self, stream: Stream, request: RequestState) -> None:
-        """Abort the request of a stream without a reader, unless another stream has its id now."""
-        if self._close(stream, request):
+        """Abort the request of a stream without a reader, if it was queued."""
+        if request in self._open:
+            self._close(stream, request)
             self._engine.abort(request)
 
     def _expire(self) -> None:
@@ -346,46 +448,48 @@ class Loop:
         if not is_last and not stream.sink.has_room:
             self._behind.append(stream)
             return False
-        try:
-            content = request.error or request.next_output(
-                stream.metrics == "all" or (is_last and stream.metrics == "last")
-            )
-        except Exception as error:
-            logger.exception("request %s: failed to create its output", request.request_id)
-            self._engine.abort(request)
-            content = RequestFailedError(unforeseen(error))
-        if isinstance(content, RequestFailedError):
-            content = RequestFailedError(f"request {request.request_id} failed: {content}")
+        content = self._next_content(request, stream.metrics == "all" or (is_last and stream.metrics == "last"))
         if content is None:
             return False
-        if isinstance(content, BaseException) or content.finished:
+        self._wanted.discard(stream)
+        if is_last or isinstance(content, BaseException):
             self._close(stream, request)
         stream.sink.put(content)
         return True
 
-    def _close(self, stream: Stream, request: RequestState) -> bool:
-        """End an open stream; return False if it is not open, even if another one has its request id."""
+    def _next_content(self, request: RequestState, with_metrics: bool) -> RequestOutput | BaseException | None:
+        """Return the error or the next output of a request, if there is one; abort it if its output cannot be made."""
+        if request.error is None:
+            try:
+                return request.next_output(with_metrics)
+            except Exception as error:
+                logger.exception("request %s: failed to create its output", request.request_id)
+                request.error = RequestFailedError(unforeseen(error))
+                self._engine.abort(request)
+        if isinstance(request.error, RequestFailedError):
+            return RequestFailedError(f"request {request.request_id} failed: {request.error}")
+        return request.error
+
+    def _close(self, stream: Stream, request: RequestState) -> None:
+        """End an open stream."""
         stream.has_ended = True
-        is_open = self._open.get(request.request_id) is stream
-        if is_open:
-            del self._open[request.request_id]
-        return is_open
+        self._wanted.discard(stream)
+        self._open.pop(request, None)
 
     def _end(self) -> None:
         """End all streams, run the remaining commands, and free the devices."""
-        with self._wakeup:
+        with self._lock:
             self._is_stopped = True
         self._pool.shutdown(wait=False, cancel_futures=True)
         try:
-            if self.failure is None:
+            if self.failure is None and not self._is_on_demand:
                 self._abort(list(self._open.values()))
         except Exception as error:
             self.failure = error
         for stream in [*self._open.values(), *tuple(self._preparing)]:
             self.refuse(stream, self._dead())
         self._open.clear()
-        while self._inbox:
-            self._inbox.popleft()()
+        self._run_leftovers()
         self._has_ended_streams.set()
         try:
             self._engine.close()

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import jax
 
 from jaxserve.api.metric_types import Counter, Distribution, Gauge, Metric
+from jaxserve.api.outputs import FinishReason
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState
 from jaxserve.scheduling.plan_draft import Completion
+from jaxserve.scheduling.sequence import Sequence as ScheduledSequence
 
 PREFIX = "jaxserve:"
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
@@ -78,9 +80,7 @@ class EngineMetrics:
             started: Requests that got their first token.
             pooled: Requests that the step pooled.
         """
-        previous = collections.Counter(completion.previous_s)
-        del previous[0.0]
-        for previous_s, count in previous.items():
+        for previous_s, count in collections.Counter(completion.previous_s).items():
             self._between_tokens.observe(now - previous_s, count)
         num_tokens = completion.num_tokens
         self._generation_tokens += num_tokens
@@ -100,29 +100,32 @@ class EngineMetrics:
 
     def finished(self, request: RequestState) -> None:
         """Count a finished request."""
-        is_whole = True
-        for sample in request.samples:
-            reason = "error" if request.error is not None else sample.sequence.finish_reason or "abort"
+        sequences = [sample.sequence for sample in request.samples]
+        reasons: list[FinishReason] = [
+            "error" if request.error is not None else sequence.finish_reason or "abort" for sequence in sequences
+        ]
+        for reason in reasons:
             self._finished[reason] += 1
-            is_whole = is_whole and reason not in ("abort", "error")
-        first_s, scheduled_s = request.first_token_s, request.samples[0].sequence.scheduled_s
+        first_s = request.first_token_s
         if request.embedding is not None and request.finished_s is not None:
-            self._request_ended(request, scheduled_s, request.finished_s, request.finished_s)
-        if not is_whole or first_s is None:
-            return
-        last_s = max(sample.sequence.last_token_s for sample in request.samples)
-        self._request_ended(request, scheduled_s, first_s, last_s)
-        self._decode.observe(last_s - first_s)
-        self._request_longest.observe(max(sample.sequence.num_output_tokens for sample in request.samples))
-        self._request_n.observe(len(request.samples))
-        self._request_max_tokens.observe(request.request.params.max_tokens or 0)
-        for sample in request.samples:
-            num_tokens = sample.sequence.num_output_tokens
-            self._request_generation.observe(num_tokens)
-            self._per_token.observe((sample.sequence.last_token_s - first_s) / max(num_tokens - 1, 1))
+            self._request_ended(request, request.finished_s, request.finished_s)
+        elif first_s is not None and "abort" not in reasons and "error" not in reasons:
+            self._request_ended(request, first_s, max(sequence.last_token_s for sequence in sequences))
+            self._generated(request, sequences, first_s)
 
-    def _request_ended(self, request: RequestState, scheduled_s: float, first_s: float, last_s: float) -> None:
+    def _generated(self, request: RequestState, sequences: Sequence[ScheduledSequence], first_s: float) -> None:
+        """Count the completions of a request that is neither aborted nor failed, and its parameters."""
+        self._decode.observe(max(sequence.last_token_s for sequence in sequences) - first_s)
+        self._request_longest.observe(max(sequence.num_output_tokens for sequence in sequences))
+        self._request_n.observe(len(sequences))
+        self._request_max_tokens.observe(request.request.params.max_tokens or 0)
+        for sequence in sequences:
+            self._request_generation.observe(sequence.num_output_tokens)
+            self._per_token.observe((sequence.last_token_s - first_s) / max(sequence.num_output_tokens - 1, 1))
+
+    def _request_ended(self, request: RequestState, first_s: float, last_s: float) -> None:
         """Count the latencies and prompt of a generation or pooling request whose prefill ended at ``first_s``."""
+        scheduled_s = request.samples[0].sequence.scheduled_s
         self._latency.observe(last_s - request.arrival_s)
         self._queue.observe(scheduled_s - request.queued_s)
         self._prefill.observe(first_s - scheduled_s)

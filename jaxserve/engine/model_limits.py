@@ -1,6 +1,7 @@
 """Limits that the model and the engine's settings put on requests."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping
 
@@ -23,7 +24,7 @@ class ModelLimits:
         shares_prefixes: Whether prefix caching is enabled.
         arguments: Names and default values of the logits processors' arguments in ``extra_args``.
         reasoning: Tokens that delimit reasoning; None if the model has none.
-        rope: Rotary embedding of the model.
+        rope: Rotary embedding of the model, if cached keys depend on the final length (``length_regime``).
         model_key: Identifies the model in prefix cache keys.
         generates: Whether the engine generates tokens; False: it computes embeddings alone.
     """
@@ -71,6 +72,10 @@ class ModelLimits:
             final_length: Most tokens that the request can reach, prompt included; selects the RoPE regime.
         """
         regime = 0 if self.rope is None else length_regime(self.rope, final_length)
-        shared = "" if self.shares_prefixes else request_id
-        parts = (self.model_key, str(regime).encode(), shared.encode(), (salt or "").encode())
-        return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+        return _cache_root(self.model_key, regime, "" if self.shares_prefixes else request_id, salt or "")
+
+
+@functools.lru_cache(maxsize=64)
+def _cache_root(model_key: bytes, regime: int, shared: str, salt: str) -> bytes:
+    parts = (model_key, str(regime).encode(), shared.encode(), salt.encode())
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()

@@ -74,11 +74,6 @@ class Replica:
         """Whether any step is in flight."""
         return bool(self._in_flight)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether there are no unfinished requests and no steps in flight."""
-        return not self._in_flight and not any(scheduler.num_unfinished for scheduler in self.schedulers)
-
     def launch(self) -> bool:
         """Plan and launch the next step of all lanes, in a pipeline after bubbles if needed.
 

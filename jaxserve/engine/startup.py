@@ -35,6 +35,7 @@ from jaxserve.engine.model_defaults import (
 )
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.replica import Replica
+from jaxserve.layers.rope import has_length_regimes
 from jaxserve.models.loading import check_weights
 from jaxserve.scheduling.drafts import make_proposer
 from jaxserve.scheduling.page_allocator import PageAllocator
@@ -159,7 +160,7 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
         shares_prefixes=config.enable_prefix_caching,
         arguments=plan.models[0].arguments,
         reasoning=writable_markers(reasoning_markers(config, tokenizer), model.vocab_size),
-        rope=model.rope,
+        rope=model.rope if has_length_regimes(model.rope) else None,
         model_key=key.encode(),
         generates=model.has_head,
     )

@@ -45,6 +45,10 @@ class StatsLogger:
         """Seconds until the next line is due."""
         return self._interval_s - (time.monotonic() - self._last_s)
 
+    def wait_s(self) -> float | None:
+        """Seconds for which an idle engine may wait until ``log`` is to be called; None for any time."""
+        return None if self._is_quiet else max(self.remaining_s(), 0.0)
+
     @property
     def is_quiet(self) -> bool:
         """Whether there was no activity at the last call of ``log``, so that an idle engine need not call it again."""

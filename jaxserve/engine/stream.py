@@ -52,6 +52,7 @@ class Stream:
         request: The request, once it is prepared.
         is_cancelled: Whether it is to be aborted before it runs.
         has_ended: Whether the sink gets nothing more.
+        is_read_whole: Whether only the last output is made.
     """
 
     sink: Sink
@@ -61,6 +62,7 @@ class Stream:
     request: RequestState | None = None
     is_cancelled: bool = False
     has_ended: bool = False
+    is_read_whole: bool = False
 
 
 @runtime_checkable

@@ -61,11 +61,6 @@ def choose_attention(
     return choose(operation, platform=device.platform, device_kind=device.device_kind, dtype=dtype, name=name, **sizes)
 
 
-def select_attention(device: Device, dtype: str, name: str | None = None, **sizes: int) -> PagedAttention:
-    """Return only the implementation of paged attention that ``choose_attention`` chooses."""
-    return cast(PagedAttention, choose_attention(device, dtype, name, "paged_attention", **sizes).implementation)
-
-
 class AttentionInputs(NamedTuple):
     """Inputs shared by all layers with the same page table: the batch, the number of tokens in use, and the cosines and
     sines of each of the model's rotary embeddings."""

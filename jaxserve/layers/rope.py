@@ -44,6 +44,11 @@ def attention_factor(config: RopeConfig) -> float:
     return 1.0
 
 
+def has_length_regimes(config: RopeConfig | None) -> bool:
+    """Whether a model has RoPE whose frequencies depend on the final length of a context."""
+    return config is not None and config.kind in ("dynamic", "longrope")
+
+
 def length_regime(config: RopeConfig, length: int) -> int:
     """Return an id of the frequencies for a final length; contexts may share cached keys only if their ids are
     equal."""

@@ -182,21 +182,9 @@ def check_tensor_size(config: ModelConfig, parallel: Parallel) -> None:
         if not all(split.fits(size) for split in splits):
             texts = [*dict.fromkeys(split.text for split in splits)]
             divided = " and ".join(part for part in (", ".join(texts[:-1]), texts[-1]) if part)
-            valid = ", ".join(map(str, _sizes(splits, _MAX_TENSOR_SIZE)))
+            fitting = (n for n in range(1, _MAX_TENSOR_SIZE + 1) if all(split.fits(n) for split in splits))
+            valid = ", ".join(map(str, fitting))
             raise ConfigError(f"{name}={size} does not divide {divided} of {config.architecture}; valid sizes: {valid}")
-
-
-def tensor_parallel_sizes(config: ModelConfig, parallel: Parallel, limit: int = _MAX_TENSOR_SIZE) -> list[int]:
-    """Return every number of tensor-parallel devices, up to ``limit``, that the model can be split over.
-
-    ``parallel`` says which parts of the model are split; its number of devices is not used.
-    """
-    return _sizes([split for split in _splits(config, parallel) if not split.is_experts], limit)
-
-
-def _sizes(splits: Iterable[Split], limit: int) -> list[int]:
-    """Return every number of devices, up to ``limit``, that meets the requirements."""
-    return [size for size in range(1, limit + 1) if all(split.fits(size) for split in splits)]
 
 
 def _splits(config: ModelConfig, parallel: Parallel) -> list[Split]:

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, choose_attention
-from jaxserve.layers.decoder import LayerOutput
+from jaxserve.layers.decoder import DecoderLayer, LayerOutput
 from jaxserve.layers.embedding import PositionEmbedding, VocabEmbedding
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
@@ -26,32 +26,6 @@ from pallas_kernels.qkv_write import Rotation
 from sharding.collectives import all_max
 
 _NOTEBOOK_PAGE_SIZE = 64
-
-
-@runtime_checkable
-class Layer(Protocol):
-    """The interface of a model's layers."""
-
-    @property
-    def kv_spec(self) -> KVSpec:
-        """The layer's KV cache per token."""
-        ...
-
-    @property
-    def has_fused_norms(self) -> bool:
-        """Whether kernels can fuse all its norms with the neighbouring matmuls."""
-        ...
-
-    @property
-    def num_experts(self) -> int:
-        """Number of experts that each token is routed to some of; 0 for a layer without a router."""
-        ...
-
-    def __call__(
-        self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
-    ) -> LayerOutput:
-        """Run the layer."""
-        ...
 
 
 @runtime_checkable
@@ -130,7 +104,7 @@ class CausalLM(nnx.Module):
         config: ModelConfig,
         *,
         embed: VocabEmbedding,
-        layers: Sequence[Layer],
+        layers: Sequence[DecoderLayer],
         norm: RMSNorm | LayerNorm,
         head: VocabEmbedding | None,
         ignored: tuple[str, ...] = (),

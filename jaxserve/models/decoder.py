@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.layers.attention import Attention
-from jaxserve.layers.decoder import PreNormLayer
+from jaxserve.layers.decoder import DecoderLayer, PreNormLayer
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.grouped_query_attention import GroupedQueryAttention, QkNorm
 from jaxserve.layers.mlp import GatedMLP
@@ -13,7 +13,7 @@ from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.sparse_mlp import SparseMLP
-from jaxserve.models.causal_lm import CausalLM, Layer
+from jaxserve.models.causal_lm import CausalLM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class DecoderConfig(ModelConfig):
     sliding_windows: tuple[int | None, ...]
 
 
-LayerBuilder = Callable[[Any, int, Scope], Layer]
+LayerBuilder = Callable[[Any, int, Scope], DecoderLayer]
 """Builds a layer from the family's config, its index and its scope."""
 
 

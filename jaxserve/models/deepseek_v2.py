@@ -13,10 +13,10 @@ from jaxserve.layers.routing import Routing
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_decoder
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_window
+from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder
 from jaxserve.models.sparse_decoder import SparseConfig, build_sparse_layer, read_routing
 
-_DEFAULTS: Final = FamilyDefaults(head_dim=64)
+_DEFAULTS: Final = FamilyDefaults(head_dim=64, attention_bias=False)
 _METHODS: Final = ("greedy", "group_limited_greedy")
 
 
@@ -70,14 +70,7 @@ def read_deepseek(
         num_extra_layers: As in ``DeepseekConfig``.
     """
     base = read_decoder(fields.with_aliases({"qk_rope_head_dim": "head_dim"}), architecture, defaults)
-    has_bias = fields.flag("attention_bias", False)
-    given = dataclasses.replace(
-        base,
-        num_kv_heads=base.num_heads,
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        sliding_windows=read_one_window(fields, None, base.num_layers),
-    )
+    given = dataclasses.replace(base, num_kv_heads=base.num_heads)
     plain_dim, ffn_size = fields.integer("qk_nope_head_dim", 128), fields.integer("moe_intermediate_size", 1407)
     dense, every = fields.integer("first_k_dense_replace", dense_layers, minimum=0), fields.integer("moe_layer_freq", 1)
     return DeepseekConfig(

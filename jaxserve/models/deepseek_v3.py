@@ -12,7 +12,7 @@ from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults
 from jaxserve.models.sparse_decoder import read_routing
 
-_DEFAULTS: Final = FamilyDefaults(head_dim=64, bos_token_id=0, eos_token_ids=(1,))
+_DEFAULTS: Final = FamilyDefaults(head_dim=64, bos_token_id=0, eos_token_ids=(1,), attention_bias=False)
 _NEUTRAL: Final = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 

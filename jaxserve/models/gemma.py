@@ -11,7 +11,7 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_decoder
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_window
+from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder
 
 DEFAULTS: Final = FamilyDefaults(
     head_dim=256,
@@ -19,21 +19,16 @@ DEFAULTS: Final = FamilyDefaults(
     bos_token_id=2,
     eos_token_ids=(1,),
     activation="gelu_pytorch_tanh",
+    attention_bias=False,
+    norm_offset=1.0,
 )
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Read a config of GemmaForCausalLM; its ``hidden_act`` gelu means the tanh approximation it was trained with."""
     base = read_decoder(fields, architecture, DEFAULTS)
-    has_bias = fields.flag("attention_bias", False)
-    return dataclasses.replace(
-        base,
-        norm_offset=1.0,
-        activation="gelu_pytorch_tanh" if base.activation == "gelu" else base.activation,
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        sliding_windows=read_one_window(fields, None, base.num_layers),
-    )
+    is_plain = base.activation == "gelu"
+    return dataclasses.replace(base, activation="gelu_pytorch_tanh" if is_plain else base.activation)
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:

@@ -15,9 +15,18 @@ from jaxserve.models import gemma
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp, build_norm
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_windows
+from jaxserve.models.hf_decoder import FamilyDefaults, Windows, read_decoder, read_windows
 
-_DEFAULTS: Final = dataclasses.replace(gemma.DEFAULTS, num_kv_heads=4, activation_field="hidden_activation")
+
+def sliding_windows(fields: ConfigFields, num_layers: int, pattern: int = 2) -> Windows:
+    """Read the windows of every layer but each ``pattern``-th, unless ``layer_types`` says otherwise."""
+    window = fields.nullable_integer("sliding_window", 4096)
+    return read_windows(fields, window, [window is not None and (i + 1) % pattern != 0 for i in range(num_layers)])
+
+
+_DEFAULTS: Final = dataclasses.replace(
+    gemma.DEFAULTS, num_kv_heads=4, activation_field="hidden_activation", windows=sliding_windows
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +46,7 @@ class Gemma2Config(DecoderConfig):
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> Gemma2Config:
     """Read a config of Gemma2ForCausalLM: without ``layer_types`` every other layer slides, from the first on."""
-    return read_gemma2(fields, architecture, _DEFAULTS, pattern=2, soft_caps=(50.0, 30.0))
+    return read_gemma2(fields, architecture, _DEFAULTS, soft_caps=(50.0, 30.0))
 
 
 def read_gemma2(
@@ -45,7 +54,6 @@ def read_gemma2(
     architecture: str,
     defaults: FamilyDefaults,
     *,
-    pattern: int,
     soft_caps: tuple[float | None, float | None],
 ) -> Gemma2Config:
     """Read a config of Gemma 2's form.
@@ -54,22 +62,11 @@ def read_gemma2(
         fields: Fields of config.json.
         architecture: Name in ``architectures``.
         defaults: Defaults of the family.
-        pattern: Without ``layer_types``, every layer but each ``pattern``-th slides.
         soft_caps: Of scores and of logits, if the fields are missing.
     """
     base = read_decoder(fields, architecture, defaults)
-    has_bias = fields.flag("attention_bias", False)
-    window = fields.nullable_integer("sliding_window", 4096)
-    sliding = [window is not None and (layer + 1) % pattern != 0 for layer in range(base.num_layers)]
-    given = dataclasses.replace(
-        base,
-        norm_offset=1.0,
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        sliding_windows=read_windows(fields, window, sliding),
-    )
     return Gemma2Config(
-        **vars(given),
+        **vars(base),
         attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
         attention_soft_cap=fields.nullable_number("attn_logit_softcapping", soft_caps[0]),
         logits_soft_cap=fields.nullable_number("final_logit_softcapping", soft_caps[1]),

@@ -8,13 +8,20 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.models import gemma, gemma2
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.hf_config import ConfigFields
+from jaxserve.models.hf_decoder import Windows
 from jaxserve.models.hf_rope import RopeDefaults, read_rope
+
+
+def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    return gemma2.sliding_windows(fields, num_layers, fields.integer("sliding_window_pattern", 6))
+
 
 _DEFAULTS: Final = dataclasses.replace(
     gemma.DEFAULTS,
     num_kv_heads=4,
     activation_field="hidden_activation",
     rope=RopeDefaults(theta=1_000_000.0, layer_type="full_attention"),
+    windows=_read_windows,
 )
 
 
@@ -32,8 +39,7 @@ class Gemma3Config(gemma2.Gemma2Config):
 def config_from_hf(fields: ConfigFields, architecture: str) -> Gemma3Config:
     """Read a config of Gemma3ForCausalLM: without ``layer_types`` every layer slides but each
     ``sliding_window_pattern``-th."""
-    pattern = fields.integer("sliding_window_pattern", 6)
-    base = gemma2.read_gemma2(fields, architecture, _DEFAULTS, pattern=pattern, soft_caps=(None, None))
+    base = gemma2.read_gemma2(fields, architecture, _DEFAULTS, soft_caps=(None, None))
     if fields.flag("use_bidirectional_attention", False):
         fields.note("use_bidirectional_attention", "expected false: tokens attend to earlier ones only")
     return Gemma3Config(**vars(base), local_rope=_read_local_rope(fields, base))

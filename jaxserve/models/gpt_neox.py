@@ -12,13 +12,14 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_window
+from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder
 from jaxserve.models.hf_rope import RopeDefaults
 
 _DEFAULTS: Final = FamilyDefaults(
     rope=RopeDefaults(is_partial=True, partial_factor=0.25),
     bos_token_id=0,
     activation="gelu",
+    attention_bias=True,
 )
 _PREFIX: Final = "gpt_neox"
 _OLDER_NAMES: Final = {"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"}
@@ -38,15 +39,11 @@ class NeoXConfig(DecoderConfig):
 def config_from_hf(fields: ConfigFields, architecture: str) -> NeoXConfig:
     """Read a config of GPTNeoXForCausalLM; every head has its own keys and values."""
     base = read_decoder(fields.with_aliases(_OLDER_NAMES), architecture, _DEFAULTS)
-    has_bias = fields.flag("attention_bias", True)
     given = dataclasses.replace(
         base,
         num_kv_heads=base.num_heads,
         norm_eps=fields.number("layer_norm_eps", 1e-5),
-        qkv_bias=has_bias,
-        out_bias=has_bias,
         mlp_bias=True,
-        sliding_windows=read_one_window(fields, None, base.num_layers),
     )
     return NeoXConfig(**vars(given), is_parallel=fields.flag("use_parallel_residual", True))
 

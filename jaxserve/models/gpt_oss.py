@@ -9,9 +9,15 @@ from jaxserve.layers.sparse_mlp import ClampedSwiGLU, ExpertNames, SparseMLP
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_attention, build_decoder, build_norm
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_windows
+from jaxserve.models.hf_decoder import FamilyDefaults, Windows, read_decoder, read_windows
 from jaxserve.models.hf_rope import RopeDefaults
 from jaxserve.models.sparse_decoder import SparseConfig, read_routing
+
+
+def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    window = fields.nullable_integer("sliding_window", 128)
+    return read_windows(fields, window, [layer % 2 == 0 for layer in range(num_layers)])
+
 
 _DEFAULTS: Final = FamilyDefaults(
     num_kv_heads=8,
@@ -20,6 +26,8 @@ _DEFAULTS: Final = FamilyDefaults(
     rope=RopeDefaults(theta=150_000.0),
     bos_token_id=None,
     eos_token_ids=(),
+    attention_bias=True,
+    windows=_read_windows,
 )
 _YARN: Final[dict[str, Any]] = {
     "rope_type": "yarn",
@@ -55,16 +63,8 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> GptOssConfig:
     if not fields.is_given("rope_scaling"):
         fields = fields.with_defaults({"rope_parameters": _YARN})
     base = read_decoder(fields, architecture, _DEFAULTS)
-    has_bias = fields.flag("attention_bias", True)
-    window = fields.nullable_integer("sliding_window", 128)
-    given = dataclasses.replace(
-        base,
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        sliding_windows=read_windows(fields, window, [layer % 2 == 0 for layer in range(base.num_layers)]),
-    )
     return GptOssConfig(
-        **vars(given),
+        **vars(base),
         routing=read_routing(fields, "num_local_experts", 128, 4, is_normalized=True),
         expert_ffn_size=base.ffn_size,
         sparse_layers=(True,) * base.num_layers,

@@ -10,9 +10,9 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_decoder, build_layer
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_window
+from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder
 
-_DEFAULTS: Final = FamilyDefaults()
+_DEFAULTS: Final = FamilyDefaults(attention_bias=False, mlp_bias=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,16 +35,8 @@ class GraniteConfig(DecoderConfig):
 def config_from_hf(fields: ConfigFields, architecture: str) -> GraniteConfig:
     """Read a config of GraniteForCausalLM; ``attention_multiplier`` replaces 1 / sqrt(H)."""
     base = read_decoder(fields, architecture, _DEFAULTS)
-    has_bias = fields.flag("attention_bias", False)
-    given = dataclasses.replace(
-        base,
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        mlp_bias=fields.flag("mlp_bias", False),
-        sliding_windows=read_one_window(fields, None, base.num_layers),
-    )
     return GraniteConfig(
-        **vars(given),
+        **vars(base),
         attention_scale=fields.number("attention_multiplier", 1.0),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),

@@ -1,7 +1,7 @@
 """The part of ``config.json`` that all families share: sizes, defaults, sliding windows."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from jaxserve.models.decoder import DecoderConfig
@@ -22,6 +22,21 @@ ACTIVATIONS: Final[Mapping[str, str]] = {
 """Hugging Face's names of the supported activations; synonyms map to one name."""
 
 
+Windows = tuple[int | None, ...]
+
+
+def same_windows(fields: ConfigFields, num_layers: int, window: int | None = None) -> Windows:
+    """Return the same window for every layer of a family without ``layer_types``; a ``layer_types`` that differs is a
+    problem."""
+    types = _read_layer_types(fields, num_layers)
+    if types is not None and any(slides != (window is not None) for slides in types):
+        meaning = "full_attention" if window is None else "sliding_attention"
+        fields.note(
+            "layer_types", f"expected {meaning} in every layer: all layers of this architecture have the same attention"
+        )
+    return (window,) * num_layers
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FamilyDefaults:
     """Defaults of a family's class in transformers for fields that config.json omits.
@@ -36,6 +51,10 @@ class FamilyDefaults:
         eos_token_ids: Tokens that end a generation.
         activation: The activation.
         activation_field: Its field.
+        attention_bias: Whether all four projections of the attention have biases; None: they never have.
+        mlp_bias: Whether the MLP has biases; None: it never has.
+        norm_offset: Added to the weight of every RMSNorm.
+        windows: Reads each layer's window, given the number of layers.
     """
 
     num_kv_heads: int | None = None
@@ -47,10 +66,14 @@ class FamilyDefaults:
     eos_token_ids: tuple[int, ...] = (2,)
     activation: str = "silu"
     activation_field: str = "hidden_act"
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    norm_offset: float = 0.0
+    windows: Callable[[ConfigFields, int], Windows] = same_windows
 
 
 def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaults) -> DecoderConfig:
-    """Read a plain pre-norm decoder without biases and windows; the family replaces what differs.
+    """Read a plain pre-norm decoder; the family replaces what differs.
 
     Problems are recorded in ``fields``: the result is usable only after ``fields.raise_problems()``.
     """
@@ -59,6 +82,7 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
     num_heads = fields.integer("num_attention_heads")
     head_dim = _read_head_dim(fields, hidden_size, num_heads, defaults)
     rope = read_rope(fields, head_dim, defaults.rope)
+    has_bias = _read_bias(fields, "attention_bias", defaults.attention_bias)
     return DecoderConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -69,19 +93,27 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
         head_dim=head_dim,
         ffn_size=fields.integer("intermediate_size"),
         norm_eps=fields.number("rms_norm_eps", defaults.norm_eps),
+        norm_offset=defaults.norm_offset,
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        mlp_bias=_read_bias(fields, "mlp_bias", defaults.mlp_bias),
         activation=read_activation(fields, defaults.activation_field, defaults.activation),
         max_positions=longest_context(rope),
         tie_embeddings=fields.flag("tie_word_embeddings", defaults.tie_embeddings),
         rope=rope,
         rope_layers=(True,) * num_layers,
-        sliding_windows=(None,) * num_layers,
+        sliding_windows=defaults.windows(fields, num_layers),
         bos_token_id=fields.nullable_integer("bos_token_id", defaults.bos_token_id, minimum=0),
         eos_token_ids=fields.token_ids("eos_token_id", defaults.eos_token_ids),
         dtype=read_dtype(fields),
     )
 
 
-def read_windows(fields: ConfigFields, window: int | None, sliding: Sequence[bool]) -> tuple[int | None, ...]:
+def _read_bias(fields: ConfigFields, field: str, default: bool | None) -> bool:
+    return default is not None and fields.flag(field, default)
+
+
+def read_windows(fields: ConfigFields, window: int | None, sliding: Sequence[bool]) -> Windows:
     """Return each layer's window according to ``layer_types``, or to ``sliding`` if that is missing.
 
     Args:
@@ -95,23 +127,16 @@ def read_windows(fields: ConfigFields, window: int | None, sliding: Sequence[boo
     return tuple(window if slides else None for slides in (sliding if types is None else types))
 
 
-def read_late_windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
+def read_late_windows(fields: ConfigFields, num_layers: int) -> Windows:
     """Read Qwen's windows: off unless ``use_sliding_window``; then in the layers from ``max_window_layers`` on."""
     first = fields.integer("max_window_layers", 28, minimum=0)
     window = fields.nullable_integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
     return read_windows(fields, window, [window is not None and layer >= first for layer in range(num_layers)])
 
 
-def read_one_window(fields: ConfigFields, window: int | None, num_layers: int) -> tuple[int | None, ...]:
-    """Return the same window for every layer of a family without ``layer_types``; a ``layer_types`` that differs is a
-    problem."""
-    types = _read_layer_types(fields, num_layers)
-    if types is not None and any(slides != (window is not None) for slides in types):
-        meaning = "full_attention" if window is None else "sliding_attention"
-        fields.note(
-            "layer_types", f"expected {meaning} in every layer: all layers of this architecture have the same attention"
-        )
-    return (window,) * num_layers
+def read_one_window(fields: ConfigFields, num_layers: int, absent: int | None = None) -> Windows:
+    """Read one ``sliding_window`` for all layers; ``absent`` is its default."""
+    return same_windows(fields, num_layers, fields.nullable_integer("sliding_window", absent))
 
 
 def _read_layer_types(fields: ConfigFields, num_layers: int) -> tuple[bool, ...] | None:

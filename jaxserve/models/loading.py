@@ -20,6 +20,7 @@ from checkpoints import (
     progress_bar,
     resolve_model,
 )
+from checkpoints.quantized.planes import Planes
 from checkpoints.quantized.reader import QuantizedReader, quantized_in
 from checkpoints.quantized.settings import is_openai_config
 from jaxserve.api.config_checks import DTYPES
@@ -36,6 +37,8 @@ from jaxserve.models.hf_config import check_quantized_with, read_config_json
 from jaxserve.models.openai_config import fields_of_openai
 from jaxserve.models.output_head import choose_head, model_listings
 from jaxserve.models.registry import config_from_hf
+from pallas_kernels import dequantize_native
+from pallas_kernels.native_library import unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -196,9 +199,20 @@ def load_weights(
 
 def _open(directory: Path, model: AbstractModel, listings: Listings, load_format: str) -> CheckpointReader:
     """Open a checkpoint, or random numbers for a model."""
-    return (
-        DummyReader(model.listings[0]) if load_format == "dummy" else open_checkpoint(directory, listings, load_format)
-    )
+    if load_format == "dummy":
+        return DummyReader(model.listings[0])
+    reader = open_checkpoint(directory, listings, load_format)
+    if isinstance(reader, QuantizedReader):
+        reader.decode = decode
+    return reader
+
+
+def decode(planes: Planes, result: np.ndarray) -> None:
+    """Write decoded weights into an array, with the native kernel where there is one: the same bits, faster."""
+    if result.dtype in dequantize_native.RESULT_DTYPES and unavailable() is None:
+        dequantize_native.dequantize(result, *planes)
+    else:
+        planes.decode_into(result)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, platform: str, has_bfloat16: bool = True) -> str:

@@ -1,6 +1,6 @@
 """Mistral 7B, Nemo and Small: Llama with one sliding window in all layers, or none."""
 
-import dataclasses
+from functools import partial
 from typing import Final
 
 from jaxserve.layers.parallel import Scope
@@ -9,14 +9,12 @@ from jaxserve.models.decoder import DecoderConfig, build_decoder
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_window
 
-_DEFAULTS: Final = FamilyDefaults(num_kv_heads=8)
+_DEFAULTS: Final = FamilyDefaults(num_kv_heads=8, windows=partial(read_one_window, absent=4096))
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Read a config of MistralForCausalLM: a null ``sliding_window`` means none, a missing one 4096."""
-    base = read_decoder(fields, architecture, _DEFAULTS)
-    window = fields.nullable_integer("sliding_window", 4096)
-    return dataclasses.replace(base, sliding_windows=read_one_window(fields, window, base.num_layers))
+    return read_decoder(fields, architecture, _DEFAULTS)
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:

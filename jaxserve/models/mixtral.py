@@ -1,6 +1,5 @@
 """Mixtral: Mistral with a mixture of experts in every layer (arXiv:2401.04088)."""
 
-import dataclasses
 from functools import partial
 from typing import Final
 
@@ -13,17 +12,17 @@ from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_wi
 from jaxserve.models.hf_rope import RopeDefaults
 from jaxserve.models.sparse_decoder import SparseConfig, build_sparse_layer, read_routing
 
-_DEFAULTS: Final = FamilyDefaults(num_kv_heads=8, norm_eps=1e-5, rope=RopeDefaults(theta=1_000_000.0))
+_DEFAULTS: Final = FamilyDefaults(
+    num_kv_heads=8, norm_eps=1e-5, rope=RopeDefaults(theta=1_000_000.0), windows=read_one_window
+)
 _NAMES: Final = ExpertNames(("experts.{}.w1", "experts.{}.w3"), "experts.{}.w2")
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> SparseConfig:
     """Read a config of MixtralForCausalLM; ``intermediate_size`` is that of each expert."""
     base = read_decoder(fields, architecture, _DEFAULTS)
-    window = fields.nullable_integer("sliding_window", None)
-    given = dataclasses.replace(base, sliding_windows=read_one_window(fields, window, base.num_layers))
     return SparseConfig(
-        **vars(given),
+        **vars(base),
         routing=read_routing(fields, "num_local_experts", 8, 2, is_normalized=True),
         expert_ffn_size=base.ffn_size,
         sparse_layers=(True,) * base.num_layers,

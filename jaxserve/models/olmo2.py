@@ -1,6 +1,5 @@
 """OLMo-2: norms after each branch, and queries and keys normalized over all heads at once."""
 
-import dataclasses
 from typing import Final
 
 from jaxtyping import Array, Float, Int
@@ -10,21 +9,14 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp, build_norm
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_window
+from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder
 
-_DEFAULTS: Final = FamilyDefaults(norm_eps=1e-5, bos_token_id=None, eos_token_ids=(50279,))
+_DEFAULTS: Final = FamilyDefaults(norm_eps=1e-5, bos_token_id=None, eos_token_ids=(50279,), attention_bias=False)
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Read a config of Olmo2ForCausalLM: ``attention_bias`` applies to all four projections."""
-    base = read_decoder(fields, architecture, _DEFAULTS)
-    has_bias = fields.flag("attention_bias", False)
-    return dataclasses.replace(
-        base,
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        sliding_windows=read_one_window(fields, None, base.num_layers),
-    )
+    return read_decoder(fields, architecture, _DEFAULTS)
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:

@@ -1,6 +1,5 @@
 """Phi-3, Phi-3.5 and Phi-4 dense: fused projections, longrope, and optionally a partial rotary embedding."""
 
-import dataclasses
 from functools import partial
 from typing import Final
 
@@ -15,14 +14,13 @@ _DEFAULTS: Final = FamilyDefaults(
     norm_eps=1e-5,
     rope=RopeDefaults(original_positions=4096, names={"yarn": "longrope"}, is_partial=True),
     eos_token_ids=(32000,),
+    windows=read_one_window,
 )
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Read a config of Phi3ForCausalLM: ``original_max_position_embeddings`` is next to ``rope_scaling``, not in it."""
-    base = read_decoder(fields, architecture, _DEFAULTS)
-    window = fields.nullable_integer("sliding_window", None)
-    return dataclasses.replace(base, sliding_windows=read_one_window(fields, window, base.num_layers))
+    return read_decoder(fields, architecture, _DEFAULTS)
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:

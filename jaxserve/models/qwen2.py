@@ -9,13 +9,12 @@ from jaxserve.models.decoder import DecoderConfig, build_decoder
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_late_windows
 
-_DEFAULTS: Final = FamilyDefaults(num_kv_heads=32, bos_token_id=None, eos_token_ids=())
+_DEFAULTS: Final = FamilyDefaults(num_kv_heads=32, bos_token_id=None, eos_token_ids=(), windows=read_late_windows)
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Read a config of Qwen2ForCausalLM."""
-    base = read_decoder(fields, architecture, _DEFAULTS)
-    return dataclasses.replace(base, qkv_bias=True, sliding_windows=read_late_windows(fields, base.num_layers))
+    return dataclasses.replace(read_decoder(fields, architecture, _DEFAULTS), qkv_bias=True)
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:

@@ -11,17 +11,13 @@ from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_late_windows
 from jaxserve.models.sparse_decoder import SparseConfig, build_sparse_layer, read_routing, read_sparse_layers
 
-_DEFAULTS: Final = FamilyDefaults(num_kv_heads=16, bos_token_id=None, eos_token_ids=())
+_DEFAULTS: Final = FamilyDefaults(num_kv_heads=16, bos_token_id=None, eos_token_ids=(), windows=read_late_windows)
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> SparseConfig:
     """Read a config of Qwen2MoeForCausalLM: ``qkv_bias`` is on unless it says otherwise."""
     base = read_decoder(fields, architecture, _DEFAULTS)
-    given = dataclasses.replace(
-        base,
-        qkv_bias=fields.flag("qkv_bias", True),
-        sliding_windows=read_late_windows(fields, base.num_layers),
-    )
+    given = dataclasses.replace(base, qkv_bias=fields.flag("qkv_bias", True))
     is_normalized = fields.flag("norm_topk_prob", False)
     return SparseConfig(
         **vars(given),

@@ -1,6 +1,5 @@
 """Qwen3 dense: an explicit head size, and each query and key head normalized before RoPE."""
 
-import dataclasses
 from functools import partial
 from typing import Final
 
@@ -10,19 +9,19 @@ from jaxserve.models.decoder import DecoderConfig, build_decoder, build_layer
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_late_windows
 
-_DEFAULTS: Final = FamilyDefaults(num_kv_heads=32, head_dim=128, bos_token_id=None, eos_token_ids=())
+_DEFAULTS: Final = FamilyDefaults(
+    num_kv_heads=32,
+    head_dim=128,
+    bos_token_id=None,
+    eos_token_ids=(),
+    attention_bias=False,
+    windows=read_late_windows,
+)
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Read a config of Qwen3ForCausalLM: ``attention_bias`` applies to all four projections."""
-    base = read_decoder(fields, architecture, _DEFAULTS)
-    has_bias = fields.flag("attention_bias", False)
-    return dataclasses.replace(
-        base,
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        sliding_windows=read_late_windows(fields, base.num_layers),
-    )
+    return read_decoder(fields, architecture, _DEFAULTS)
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:

@@ -1,6 +1,5 @@
 """Qwen3-MoE: Qwen3 with experts in some layers."""
 
-import dataclasses
 from functools import partial
 from typing import Final
 
@@ -8,27 +7,26 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_decoder
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_one_window
+from jaxserve.models.hf_decoder import FamilyDefaults, Windows, read_decoder, same_windows
 from jaxserve.models.sparse_decoder import SparseConfig, build_sparse_layer, read_routing, read_sparse_layers
 
-_DEFAULTS: Final = FamilyDefaults(num_kv_heads=4, bos_token_id=None, eos_token_ids=())
+
+def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    is_sliding = fields.flag("use_sliding_window", False)
+    return same_windows(fields, num_layers, fields.nullable_integer("sliding_window", 4096) if is_sliding else None)
+
+
+_DEFAULTS: Final = FamilyDefaults(
+    num_kv_heads=4, bos_token_id=None, eos_token_ids=(), attention_bias=False, windows=_read_windows
+)
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> SparseConfig:
     """Read a config of Qwen3MoeForCausalLM: ``attention_bias`` is of all four projections, a window of all layers."""
     base = read_decoder(fields, architecture, _DEFAULTS)
-    has_bias = fields.flag("attention_bias", False)
-    is_sliding = fields.flag("use_sliding_window", False)
-    window = fields.nullable_integer("sliding_window", 4096) if is_sliding else None
-    given = dataclasses.replace(
-        base,
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        sliding_windows=read_one_window(fields, window, base.num_layers),
-    )
     count = "num_experts" if fields.is_given("num_experts") else "num_local_experts"
     return SparseConfig(
-        **vars(given),
+        **vars(base),
         routing=read_routing(fields, count, 128, 8, is_normalized=fields.flag("norm_topk_prob", False)),
         expert_ffn_size=fields.integer("moe_intermediate_size", 768),
         sparse_layers=read_sparse_layers(fields, base.num_layers),

@@ -16,21 +16,20 @@ _DEFAULTS: Final = FamilyDefaults(
     tie_embeddings=True,
     bos_token_id=128000,
     eos_token_ids=(128001,),
+    attention_bias=False,
+    mlp_bias=False,
+    windows=lambda _, num_layers: (None,) * num_layers,  # replaced: they depend on the layers without RoPE
 )
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Read a config of SmolLM3ForCausalLM; in ``no_rope_layers`` a 1 is a layer *with* a rotary embedding."""
     base = read_decoder(fields, architecture, _DEFAULTS)
-    has_bias = fields.flag("attention_bias", False)
     rope_layers = _read_rope_layers(fields, base.num_layers)
     window = fields.nullable_integer("sliding_window", None) if fields.flag("use_sliding_window", False) else None
     sliding = [window is not None and not rotates for rotates in rope_layers]
     return dataclasses.replace(
         base,
-        qkv_bias=has_bias,
-        out_bias=has_bias,
-        mlp_bias=fields.flag("mlp_bias", False),
         rope_layers=rope_layers,
         sliding_windows=read_windows(fields, window, sliding),
     )

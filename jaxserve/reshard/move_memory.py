@@ -5,7 +5,7 @@ import math
 
 from jaxserve.api.errors import MemoryPlanError
 from jaxserve.device.build import EnginePlan
-from jaxserve.device.memory import GIB, device_memory_bytes, resident_bytes, usable_fraction
+from jaxserve.device.memory import device_memory_bytes, gib, resident_bytes, usable_fraction
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.models.abstract import AbstractModel
 from jaxserve.reshard.page_transfer import page_bytes
@@ -38,15 +38,15 @@ def check_move_memory(old: EnginePlan, new: EnginePlan, utilization: float) -> N
     total = device_memory_bytes(device)
     if device.platform == "cpu":
         needed, free = _needed_host_bytes(old, new), _free_host_bytes(device, utilization)
-        bound = f"{_gib(needed)} more than it frees, but {_gib(max(free, 0))} are free"
+        bound = f"{gib(needed)} more than it frees, but {gib(max(free, 0))} are free"
     else:
         needed, free = max(_peaks(old, new).values()), int(total * usable_fraction(device, utilization))
-        bound = f"{_gib(needed)} on a device, which may use {_gib(free)}"
+        bound = f"{gib(needed)} on a device, which may use {gib(free)}"
     if needed > free:
         raise MemoryPlanError(
-            f"cannot reshard: moving {_gib(new.needs.weights)} of weights per device, for "
-            f"{_gib(new.models[0].pool_bytes)} of KV pages, needs {bound} (gpu_memory_utilization={utilization} of "
-            f"{_gib(total)}); use a mesh with less per device or fewer replicas"
+            f"cannot reshard: moving {gib(new.needs.weights)} of weights per device, for "
+            f"{gib(new.models[0].pool_bytes)} of KV pages, needs {bound} (gpu_memory_utilization={utilization} of "
+            f"{gib(total)}); use a mesh with less per device or fewer replicas"
         )
 
 
@@ -104,7 +104,3 @@ def _device(plan: EnginePlan) -> Device:
 
 def _free_host_bytes(device: Device, utilization: float) -> int:
     return int(device_memory_bytes(device) * utilization) - resident_bytes()
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"

@@ -23,7 +23,6 @@ from jaxserve.device.runner_interface import Runner
 from jaxserve.device.stage import num_programs
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_state import RequestState
-from jaxserve.engine.signal_delay import SignalDelay
 from jaxserve.engine.startup import (
     PROCESS_LINE,
     StartedEngine,
@@ -150,11 +149,10 @@ class PreparedReshard:
         """
         engine, old_plan, start_s = self._started.engine, self._started.plan, time.monotonic()
         check_move_memory(old_plan, self._plan, self._config.gpu_memory_utilization)
-        with engine.guard:
+        with engine.fatal_errors():
             deliver(engine.drain())
             drain_s = time.monotonic() - start_s
-            with engine.fatal_errors(BaseException):
-                moved = self._move(engine)
+            moved = self._move(engine)
         pause_s = time.monotonic() - start_s
         report = ReshardReport(
             from_mesh=old_plan.mesh_sizes,
@@ -295,24 +293,23 @@ class Resharder:
             MemoryPlanError: The weights, or the KV pages of one request, do not fit, or not during the move.
             EngineDeadError: The move failed, and the engine has stopped.
         """
-        self.started.engine.guard.check_outside()
-        with SignalDelay() as signals:
-            if not self._lock.acquire(blocking=False):
-                raise ConfigError("a change of mesh or layout is in progress; retry when it is complete")
-            try:
-                signals.is_held = False  # until something changes
-                start_s = time.monotonic()
-                config = self._changed(mesh, layout)
-                prepared = prepare_reshard(self.started, config)
-                compile_s = time.monotonic() - start_s
-                signals.is_held = True
-                self.started, report = call(lambda: prepared.switch(deliver, compile_s))
+        if not self._lock.acquire(blocking=False):
+            raise ConfigError("a change of mesh or layout is in progress; retry when it is complete")
+        try:
+            start_s = time.monotonic()
+            config = self._changed(mesh, layout)
+            prepared = prepare_reshard(self.started, config)
+            compile_s = time.monotonic() - start_s
+
+            def switch() -> ReshardReport:
+                self.started, report = prepared.switch(deliver, compile_s)
                 self.config = config
                 return report
-            finally:
-                signals.is_held = True
-                self._lock.release()
-                return_freed_memory()
+
+            return call(switch)
+        finally:
+            self._lock.release()
+            return_freed_memory()
 
     def _changed(self, mesh: str | None, layout: Any) -> EngineConfig:
         """Return the settings with another mesh or layout, and with the sizes that requests rely on as they are."""

@@ -48,6 +48,7 @@ class ContextCache:
         self._cache = cache
         self._page_size = cache.page_size
         self._windows = tuple(windows)
+        self._is_plain = self._windows == (None,)
         self._tags = [table_tag(table) for table in range(len(self._windows))]
 
     def begin(self, sequence: Sequence) -> None:
@@ -62,6 +63,13 @@ class ContextCache:
         At least one token is left to compute.
         """
         num_pages = (len(sequence.token_ids) - 1) // self._page_size
+        if self._is_plain:
+            leading = self._find_leading(sequence, table_tag(0), num_pages)
+            return len(leading), [leading]
+        return self._find_in_tables(sequence, num_pages)
+
+    def _find_in_tables(self, sequence: Sequence, num_pages: int) -> tuple[int, list[list[int]]]:
+        """Return what ``find_shared`` does, for several page tables or a window."""
         found = [list[int]() for _ in self._windows]
         for table, window in enumerate(self._windows):
             if window is None:
@@ -92,22 +100,23 @@ class ContextCache:
 
         The tokens must be known to the host and written by steps planned or being planned.
         """
-        keys = sequence.page_keys
         num_full, num_left = divmod(num_tokens, self._page_size)
-        tables = [*zip(self._tags, sequence.tables, strict=False)]
         for index in range(sequence.num_registered_pages, num_full):
-            content = self._content(sequence, index)
-            if len(keys) == index + 1:
-                keys.append(self._cache.key(keys[index], content))
-            for tag, table in tables:
-                self._cache.add(table.pages[index], keys[index] + tag, content, keys[index + 1] + tag)
-            sequence.num_registered_pages = index + 1
-        if not (with_last and num_left):
-            return
-        content = self._content(sequence, num_full, num_tokens)
-        for tag, table in tables:
-            if num_full >= table.num_released:
-                self._cache.add(table.pages[num_full], keys[num_full] + tag, content)
+            self._register_full(sequence, index)
+        if with_last and num_left:
+            content = self._content(sequence, num_full, num_tokens)
+            for tag, table in zip(self._tags, sequence.tables, strict=False):
+                if num_full >= table.num_released:
+                    self._cache.add(table.pages[num_full], sequence.page_keys[num_full] + tag, content)
+
+    def _register_full(self, sequence: Sequence, index: int) -> None:
+        """Register the full page ``index`` of each table."""
+        keys, content = sequence.page_keys, self._content(sequence, index)
+        if len(keys) == index + 1:
+            keys.append(self._cache.key(keys[index], content))
+        for tag, table in zip(self._tags, sequence.tables, strict=False):
+            self._cache.add(table.pages[index], keys[index] + tag, content, keys[index + 1] + tag)
+        sequence.num_registered_pages = index + 1
 
     def next_page_end(self, sequence: Sequence) -> int:
         """Return the length, in tokens, at which the next page of a sequence is full."""
@@ -178,12 +187,9 @@ class ContextPages:
         self._allocator = allocator
         self._windows = tuple(windows)
         self._has_windows = any(self._windows)
+        self._is_plain = self._windows == (None,)
         self.cache = ContextCache(allocator.cache, self._windows)
         self._page_size = allocator.page_size
-
-    def max_held_pages(self, num_tokens: int) -> int:
-        """Return the most pages that a context of ``num_tokens`` tokens holds, over all tables."""
-        return max_held_pages(self._allocator.pages_for(num_tokens), self._windows)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Return the number of tokens in the cached full pages that ``allocate`` would share; change nothing.
@@ -206,35 +212,51 @@ class ContextPages:
         Returns:
             Page copies to run before the step; None, with nothing allocated, if too few pages are free.
         """
-        allocator = self._allocator
         self.cache.begin(sequence)
         num_shared, shared, partial = 0, [list[int]() for _ in self._windows], list[PartialHit]()
         if sequence.reads_cache:
             num_shared, shared = self.cache.find_shared(sequence)
             partial = self.cache.find_partial(sequence, num_shared)
         for hit in partial:  # makes them the last to be evicted, so that none becomes the target of an earlier copy
-            allocator.touch(hit.page)
-        num_pages = allocator.pages_for(len(sequence.token_ids))
+            self._allocator.touch(hit.page)
+        num_pages = self._allocator.pages_for(len(sequence.token_ids))
+        if self._is_plain:
+            pages = self._allocator.allocate_after(shared[0], num_pages - num_shared)
+            tables = None if pages is None else [HeldPages(pages)]
+        else:
+            tables = self._allocate_tables(num_pages, num_shared, shared)
+        if tables is None:
+            return None
+        sequence.tables = tables
+        sequence.num_pages = min(len(table.pages) for table in tables)
+        sequence.num_registered_pages = num_shared
+        sequence.num_computed = num_shared * self._page_size + min((hit.num_tokens for hit in partial), default=0)
+        if sequence.num_cached_tokens < 0:
+            self._count(sequence)
+        copies = [PageCopy(hit.page, table.pages[num_shared]) for hit, table in zip(partial, tables, strict=False)]
+        return [copy for copy in copies if copy.source != copy.target]
+
+    def _allocate_tables(self, num_pages: int, num_shared: int, shared: list[list[int]]) -> list[HeldPages] | None:
+        """Allocate the pages after the shared ones in several page tables, or with a window; None if too few are free.
+
+        Args:
+            num_pages: Number of pages for all tokens.
+            num_shared: Number of leading pages that are cached.
+            shared: Those of them that the next token sees in each table.
+        """
         counts = [
             min(num_pages, num_shared - len(pages) + max_held_pages(num_pages, [window])) - num_shared
             for pages, window in zip(shared, self._windows, strict=True)
         ]
-        allocated = allocator.allocate_after([*itertools.chain(*shared)], sum(counts))
+        allocated = self._allocator.allocate_after([*itertools.chain(*shared)], sum(counts))
         if allocated is None:
             return None
         new = iter(allocated[len(allocated) - sum(counts) :])
-        sequence.tables = []
+        tables: list[HeldPages] = []
         for pages, count in zip(shared, counts, strict=True):
             num_unseen, held = num_shared - len(pages), [*pages, *itertools.islice(new, count)]
-            sequence.tables.append(HeldPages([held[0]] * num_unseen + held, num_unseen))
-        sequence.num_pages = min(len(table.pages) for table in sequence.tables)
-        sequence.num_registered_pages = num_shared
-        num_copied = min((hit.num_tokens for hit in partial), default=0)
-        sequence.num_computed = num_shared * self._page_size + num_copied
-        self._count(sequence)
-        pairs = zip(partial, sequence.tables, strict=False)
-        copies = [PageCopy(hit.page, table.pages[num_shared]) for hit, table in pairs]
-        return [copy for copy in copies if copy.source != copy.target]
+            tables.append(HeldPages([held[0]] * num_unseen + held, num_unseen))
+        return tables
 
     def grow(self, sequence: Sequence) -> bool:
         """Free the pages outside the windows, then add one page to each of the tables that have the fewest.
@@ -290,9 +312,13 @@ class ContextPages:
         if sequence.finish_reason != "error" and self._allocator.keeps_free_pages:
             num_known = min(sequence.num_computed, len(sequence.token_ids))
             self.cache.register(sequence, num_known, with_last=True)
-        held = ([-1] * table.num_released + table.held for table in sequence.tables)
-        pages = itertools.chain.from_iterable(itertools.zip_longest(*held, fillvalue=-1))
-        self._allocator.free([page for page in pages if page >= 0])
+        if self._is_plain:
+            for table in sequence.tables:
+                self._allocator.free(table.pages)
+        else:
+            held = ([-1] * table.num_released + table.held for table in sequence.tables)
+            pages = itertools.chain.from_iterable(itertools.zip_longest(*held, fillvalue=-1))
+            self._allocator.free([page for page in pages if page >= 0])
         sequence.tables = []
         sequence.num_pages = 0
         sequence.num_registered_pages = 0
@@ -301,8 +327,6 @@ class ContextPages:
 
     def _count(self, sequence: Sequence) -> None:
         """Count the cache hits of a prompt when its sequence is first admitted."""
-        if sequence.num_cached_tokens >= 0:
-            return
         sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
         if sequence.reads_cache:
             self.num_queried_tokens += sequence.num_prompt_tokens

@@ -102,5 +102,5 @@ def _reserve(sequence: Sequence, num_drafts: int, draft: PlanDraft, pages: Conte
     end = min(sequence.num_computed + num_drafts, sequence.max_length - 1)
     if end > sequence.decode_limit:
         pages.grow_to(sequence, end)
-        draft.add_grants(pages.grants(sequence))
+        draft.plan.grants += pages.grants(sequence)
     return min(end, sequence.decode_limit) - sequence.num_computed

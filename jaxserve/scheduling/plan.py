@@ -52,6 +52,12 @@ class Sampling(NamedTuple):
         """Whether an option changes the model's logits, masks and logits processors aside."""
         return bool(self.logit_bias) or has_effect(self.options, Effect.LOGITS, Effect.PENALTY)
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether the seed and the options without penalties are all that the sampler needs."""
+        has_tokens = self.banned_ids or self.bad_ids or self.allowed_ids is not None or self.tracked_ids
+        return not has_tokens and self.num_logprobs < 0 and not self.arguments and not self.changes_logits
+
 
 class SchedulerLimits(NamedTuple):
     """Limits of a step.

@@ -1,11 +1,11 @@
 """Builds a step plan, and holds what the scheduler keeps of it until the step completes."""
 
-from collections.abc import Sequence as Items
+import dataclasses
 from typing import NamedTuple
 
 from jaxserve.api.errors import own_failure
 from jaxserve.scheduling.endings import constraint_failure
-from jaxserve.scheduling.plan import ChunkPooling, ChunkTargets, PageCopy, PageGrant, SlotMask, SlotSetup, StepPlan
+from jaxserve.scheduling.plan import ChunkPooling, ChunkTargets, PageCopy, SlotMask, SlotSetup, StepPlan
 from jaxserve.scheduling.sequence import Constraint, Sequence
 
 
@@ -29,19 +29,21 @@ class Completion(NamedTuple):
     """Results of a step for the sequences that had not finished before.
 
     Attributes:
+        plan: The plan of the step.
         rows: The sequence of each row, also if it had finished before.
-        first_samples: Index of each row's first sample in the step.
         sampled: Sequences with new tokens.
-        previous_s: The time of the previous token of each of them; 0 if there was none.
+        started: Those of them whose tokens are the first.
+        previous_s: The time of the previous token of each of the others.
         num_tokens: Number of their new tokens.
         scored: Rows with prompt logprobs.
         pooled: Each sequence that finished because its pooling is complete, and the index of its row.
         finished: Other sequences that finished. The reason is "error" without an ``error`` if sampling failed.
     """
 
+    plan: StepPlan
     rows: list[Sequence]
-    first_samples: Items[int]
     sampled: list[Sequence]
+    started: list[Sequence]
     previous_s: list[float]
     num_tokens: int
     scored: list[ScoredChunk]
@@ -76,16 +78,14 @@ class Flight(NamedTuple):
         return [(self.sequences[pooling.row], pooling.row) for pooling in plan.pooling if pooling.is_last]
 
 
+@dataclasses.dataclass
 class PlanDraft:
     """A ``StepPlan`` in the making.
 
-    Args:
-        number: Number of the plan.
-        max_rows: Most rows.
-        max_members: Most rows that sample or that admit a sequence.
-
     Attributes:
         plan: The plan.
+        max_rows: Most rows.
+        max_members: Most rows that sample or that admit a sequence.
         sequences: Sequence of each row.
         partial_prefills: Running sequences whose prompts are only partly computed.
         preempts: Whether a sequence was preempted.
@@ -93,19 +93,18 @@ class PlanDraft:
         errors: Sequences whose row could not be built as planned; they fail once the step completes.
     """
 
-    def __init__(self, number: int, max_rows: int, max_members: int) -> None:
-        self.plan = StepPlan(number)
-        self.sequences: list[Sequence] = []
-        self.partial_prefills: list[Sequence] = []
-        self.preempts = False
-        self.num_members = 0
-        self.errors: list[SequenceError] = []
-        self._max_rows = max_rows
-        self._max_members = max_members
+    plan: StepPlan
+    max_rows: int
+    max_members: int
+    sequences: list[Sequence] = dataclasses.field(default_factory=list[Sequence])
+    partial_prefills: list[Sequence] = dataclasses.field(default_factory=list[Sequence])
+    preempts: bool = False
+    num_members: int = 0
+    errors: list[SequenceError] = dataclasses.field(default_factory=list[SequenceError])
 
     def has_room(self, is_member: bool) -> bool:
         """Whether one more row fits; ``is_member`` if it samples or admits a sequence."""
-        return self.plan.num_rows < self._max_rows and (not is_member or self.num_members < self._max_members)
+        return self.plan.num_rows < self.max_rows and (not is_member or self.num_members < self.max_members)
 
     def add_setup(self, sequence: Sequence, copies: list[PageCopy]) -> None:
         """Add the slot assignment and page copies of an admitted sequence."""
@@ -118,10 +117,6 @@ class PlanDraft:
     def fail(self, sequence: Sequence, error: BaseException) -> None:
         """Fail a sequence, but none of the others, once the step completes."""
         self.errors.append(SequenceError(sequence, own_failure(error)))
-
-    def add_grants(self, grants: list[PageGrant]) -> None:
-        """Add page table updates."""
-        self.plan.grants += grants
 
     def add_mask(self, slot: int, constraint: Constraint) -> Exception | None:
         """Add the token mask of a constrained sequence; return the exception if its constraint fails, else None."""

@@ -1,8 +1,10 @@
 """Plan each step's sequences, tokens and pages: iteration-level continuous batching (Orca, OSDI '22)."""
 
 import bisect
+import itertools
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 from jaxserve.api.outputs import FinishReason
 from jaxserve.scheduling.context_pages import ContextPages
@@ -21,6 +23,7 @@ class SequenceQueues:
     Attributes:
         waiting: Sequences without a slot, in order.
         running: Sequences with a slot, in order.
+        free_slots: The other slots.
 
     Args:
         num_slots: Number of slots.
@@ -29,18 +32,7 @@ class SequenceQueues:
     def __init__(self, num_slots: int):
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._num_arrivals = 0
-
-    @property
-    def has_free_slot(self) -> bool:
-        """Whether a slot is free."""
-        return bool(self._free_slots)
-
-    def set_arrival(self, sequence: Sequence) -> None:
-        """Order a new sequence after all earlier arrivals."""
-        sequence.arrival = self._num_arrivals
-        self._num_arrivals += 1
+        self.free_slots = list(range(num_slots - 1, -1, -1))
 
     def enqueue(self, *sequences: Sequence) -> None:
         """Insert sequences into the waiting queue, in order."""
@@ -50,14 +42,14 @@ class SequenceQueues:
     def start_first(self) -> None:
         """Move the first waiting sequence to a free slot; one must be free."""
         sequence = self.waiting.popleft()
-        sequence.slot = self._free_slots.pop()
+        sequence.slot = self.free_slots.pop()
         bisect.insort(self.running, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence from its queue and free its slot; a follower not yet enqueued is in neither queue."""
         if sequence.slot >= 0:
             self.running.remove(sequence)
-            self._free_slots.append(sequence.slot)
+            self.free_slots.append(sequence.slot)
             sequence.slot = -1
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -93,6 +85,7 @@ class Scheduler:
         self.num_decode_rows = 0
         self.num_runnable = 0
         self.proposer = proposer
+        self._arrivals = itertools.count()
         self._in_flight: deque[Flight] = deque()
         self._microbatches = Microbatches(limits.num_stages, limits.max_num_seqs)
 
@@ -104,10 +97,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Add a new sequence and its followers; each must fit into the pages at its ``max_length``."""
         for added in (sequence, *sequence.followers):
-            assert self.pages.max_held_pages(added.max_length) <= self.allocator.num_pages, (
-                "max_length exceeds the pages"
-            )
-            self._queues.set_arrival(added)
+            added.arrival = next(self._arrivals)
         self._queues.enqueue(sequence)
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
@@ -121,16 +111,13 @@ class Scheduler:
         """
         self.allocator.cache.settle()
         turn = self._microbatches.next_turn(self.running, len(self.waiting))
-        draft = PlanDraft(self._microbatches.number, self._microbatches.max_rows, turn.max_members)
-        plan = draft.plan
+        plan = StepPlan(self._microbatches.number)
+        draft = PlanDraft(plan, self._microbatches.max_rows, turn.max_members)
         self._schedule_decodes(turn.due, draft)
         self.num_decode_rows += (num_decodes := plan.num_rows)
         budget = self.limits.max_num_batched_tokens - num_decodes
-        for sequence in draft.partial_prefills:
-            budget -= self._schedule_chunk(sequence, budget, draft) if budget > 0 else 0
-        while draft.partial_prefills and not plan.num_rows and not self._in_flight:  # all wait for each other's pages
-            self._preempt_last(draft)
-            budget -= self._schedule_chunk(self.running[0], budget, draft)
+        if draft.partial_prefills:
+            budget = self._schedule_prefills(budget, draft)
         self.admitted = []
         if not draft.preempts:
             self._admit(budget, draft, now)
@@ -144,7 +131,7 @@ class Scheduler:
         return plan
 
     def complete(
-        self, plan: StepPlan, tokens: list[list[int]], errors: Iterable[tuple[int, Exception]] = (), now: float = 0.0
+        self, plan: StepPlan, tokens: list[list[int]], errors: Items[tuple[int, Exception]] = (), now: float = 0.0
     ) -> Completion:
         """Append the tokens that a step sampled, and finish the sequences that end with them.
 
@@ -156,11 +143,11 @@ class Scheduler:
         """
         flight = self._in_flight.popleft()
         assert flight.number == plan.number, f"step {plan.number} completed, step {flight.number} expected"
-        rows, sampled, previous_s, num_more = flight.sequences, list[Sequence](), list[float](), 0
+        rows, sampled, started, num_more = flight.sequences, list[Sequence](), list[Sequence](), 0
+        previous_s = list[float]()
         scored, pooled, finished = list[ScoredChunk](), list[tuple[Sequence, int]](), list[Sequence]()
-        for sequence, error in (*flight.errors, *((rows[row], error) for row, error in errors)):
-            if sequence.finish_reason is None:
-                self._end(sequence, Ending("error", error=error), finished)
+        if flight.errors or errors:
+            self._fail_rows([*flight.errors, *((rows[row], error) for row, error in errors)], finished)
         if plan.pooling or plan.targets:
             scored, pooled = flight.scored(plan), self._end_pooled(flight.pooled(plan))
         if plan.has_drafts:
@@ -173,7 +160,10 @@ class Scheduler:
                 self._end(sequence, Ending("error", error=sequence.error), finished)
                 continue
             sampled.append(sequence)
-            previous_s.append(sequence.last_token_s)
+            if sequence.last_token_s:
+                previous_s.append(sequence.last_token_s)
+            else:
+                started.append(sequence)
             sequence.last_token_s = now
             sequence.num_pending -= len(new)
             token, token_ids = new[0], sequence.token_ids
@@ -185,9 +175,7 @@ class Scheduler:
                 num_before = len(token_ids)
                 self._end(sequence, self._append(sequence, new), finished)
                 num_more += len(token_ids) - num_before - 1
-        return Completion(
-            rows, plan.first_samples, sampled, previous_s, len(sampled) + num_more, scored, pooled, finished
-        )
+        return Completion(plan, rows, sampled, started, previous_s, len(sampled) + num_more, scored, pooled, finished)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Finish a waiting or running sequence and free its slot and pages.
@@ -230,6 +218,12 @@ class Scheduler:
             self.num_decode_rows += other.num_decode_rows
             self.pages.num_queried_tokens += other.pages.num_queried_tokens
             self.pages.num_hit_tokens += other.pages.num_hit_tokens
+
+    def _fail_rows(self, failed: Items[tuple[Sequence, Exception]], finished: list[Sequence]) -> None:
+        """Finish the sequences whose rows could not be built, unless they have finished."""
+        for sequence, error in failed:
+            if sequence.finish_reason is None:
+                self._end(sequence, Ending("error", error=error), finished)
 
     def _end_pooled(self, pooled: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
         """Finish sequences whose pooling is complete; return those that had not finished before, and their rows."""
@@ -306,8 +300,17 @@ class Scheduler:
         while not self.pages.grow(sequence):
             if self._preempt_last(draft) is sequence:
                 return False
-        draft.add_grants(self.pages.grants(sequence))
+        draft.plan.grants += self.pages.grants(sequence)
         return True
+
+    def _schedule_prefills(self, budget: int, draft: PlanDraft) -> int:
+        """Add chunks of prompts that are partly computed; return the tokens left of the budget."""
+        for sequence in draft.partial_prefills:
+            budget -= self._schedule_chunk(sequence, budget, draft) if budget > 0 else 0
+        while not draft.plan.num_rows and not self._in_flight:  # all wait for each other's pages
+            self._preempt_last(draft)
+            budget -= self._schedule_chunk(self.running[0], budget, draft)
+        return budget
 
     def _schedule_chunk(self, sequence: Sequence, budget: int, draft: PlanDraft) -> int:
         """Add a row with at most ``budget`` of a sequence's known tokens; return its length (0 if no page is free)."""
@@ -316,7 +319,7 @@ class Scheduler:
         if not draft.has_room(is_member=end == len(sequence.token_ids)):
             return 0
         end = self.pages.grow_to(sequence, end)
-        draft.add_grants(self.pages.grants(sequence))
+        draft.plan.grants += self.pages.grants(sequence)
         if end <= start:
             return 0
         samples = draft.add_chunk(sequence, end)
@@ -333,7 +336,7 @@ class Scheduler:
 
     def _admit(self, budget: int, draft: PlanDraft, now: float) -> None:
         """Admit waiting sequences in order while slots, rows, tokens and pages last."""
-        while self.waiting and budget > 0 and self._queues.has_free_slot and draft.has_room(is_member=True):
+        while self.waiting and budget > 0 and self._queues.free_slots and draft.has_room(is_member=True):
             sequence = self.waiting[0]
             if self.limits.admits_whole and len(sequence.token_ids) > budget:
                 return

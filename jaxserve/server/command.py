@@ -19,7 +19,7 @@ from jaxserve.cli_arguments import (
     add_vllm_arguments,
     engine_arguments,
     field_docs,
-    vllm_arguments,
+    given_arguments,
 )
 from jaxserve.server.settings import ServerConfig
 
@@ -54,8 +54,8 @@ def serve_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], Server
     if options.model_tag is not None:
         given["model"] = options.model_tag
     names = [field.name for field in dataclasses.fields(ServerConfig)]
-    settings = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    log_ignored(vllm_arguments(options, (*SERVE_NO_EFFECT, *SERVE_REFUSED)), SERVE_NO_EFFECT, SERVE_REFUSED, ())
+    settings = given_arguments(options, names)
+    log_ignored(given_arguments(options, (*SERVE_NO_EFFECT, *SERVE_REFUSED)), SERVE_NO_EFFECT, SERVE_REFUSED, ())
     config = ServerConfig.from_arguments(settings, os.environ)
     config.check_engine(given)
     return given, config

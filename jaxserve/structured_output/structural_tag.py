@@ -19,6 +19,7 @@ Ends = tuple[str, ...]
 UNLIMITED = frozenset(("any_text", "triggered_tags", "dispatch"))
 """Types whose text goes on until a string ends it."""
 _PASSES_ENDS = frozenset(("sequence", "or", "tag"))
+_QUANTIFIERS = {"optional": "?", "star": "*", "plus": "+"}
 """Types that may end with a format that goes on until a string ends it."""
 
 
@@ -69,6 +70,8 @@ class TagWriter:
         if not isinstance(kind, str) or kind not in FIELDS:
             raise self._error(f"has a format of type {kind!r:.60}; supported types: {', '.join(FIELDS)}")
         values = self._values(kind, cast("Format", described))
+        if kind in _QUANTIFIERS:
+            return self._followed(f"({self._closed(kind, values['content'])}){_QUANTIFIERS[kind]}", ends)
         if kind in UNLIMITED:
             return getattr(self, f"_{kind}")(values, ends)
         if kind in _PASSES_ENDS:
@@ -181,15 +184,6 @@ class TagWriter:
 
     def _or(self, values: dict[str, Any], ends: Ends, end_token: int | None) -> str:
         return _one_of([self.write(element, ends, end_token) for element in values["elements"]])
-
-    def _optional(self, values: dict[str, Any]) -> str:
-        return f"({self._closed('optional', values['content'])})?"
-
-    def _star(self, values: dict[str, Any]) -> str:
-        return f"({self._closed('star', values['content'])})*"
-
-    def _plus(self, values: dict[str, Any]) -> str:
-        return f"({self._closed('plus', values['content'])})+"
 
     def _repeat(self, values: dict[str, Any]) -> str:
         least, most = values["min"], values["max"]

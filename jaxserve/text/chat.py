@@ -115,8 +115,8 @@ def render_chat(
         "continue_final_message": continue_final_message,
         "add_generation_prompt": add_generation_prompt,
     }
-    render = functools.partial(_render_contents, conversation, template, options, variables)
     try:
+        render = functools.partial(_render_contents, conversation, template, dict(**options, **variables))
         if content_format != "auto":
             return render(cast("ContentFormat", content_format))
         if _detect_format(template) == "openai":
@@ -128,52 +128,39 @@ def render_chat(
 
 
 def _render_contents(
-    conversation: Sequence[Message],
-    template: str,
-    options: Mapping[str, Any],
-    variables: Mapping[str, Any],
-    content_format: ContentFormat,
+    conversation: Sequence[Message], template: str, variables: Mapping[str, Any], content_format: ContentFormat
 ) -> str:
     """Render with the contents that were sent, or with "" for missing ones if the template cannot do without."""
     try:
-        return _render_calls(conversation, template, options, variables, content_format)
+        return _render_calls(conversation, template, variables, content_format)
     except Exception:  # a template can raise anything
         if all(message.get("content") is not None for message in conversation):
             raise
     filled = [{**message, "content": message.get("content") or ""} for message in conversation]
-    return _render_calls(filled, template, options, variables, content_format)
+    return _render_calls(filled, template, variables, content_format)
 
 
 def _render_calls(
-    conversation: Sequence[Message],
-    template: str,
-    options: Mapping[str, Any],
-    variables: Mapping[str, Any],
-    content_format: ContentFormat,
+    conversation: Sequence[Message], template: str, variables: Mapping[str, Any], content_format: ContentFormat
 ) -> str:
     """Render with mappings as arguments of tool calls, or with JSON if the template cannot use mappings."""
     may_be_null = _asks_for_null(template)
     messages = [_template_message(message, content_format, may_be_null) for message in conversation]
     try:
-        return _render(messages, template, options, variables)
+        return _render(messages, template, variables)
     except TypeError:
         if not any("tool_calls" in message for message in messages):
             raise
-    return _render([_with_json_arguments(message) for message in messages], template, options, variables)
+    return _render([_with_json_arguments(message) for message in messages], template, variables)
 
 
-def _render(
-    messages: Sequence[dict[str, Any]], template: str, options: Mapping[str, Any], variables: Mapping[str, Any]
-) -> str:
+def _render(messages: Sequence[dict[str, Any]], template: str, variables: Mapping[str, Any]) -> str:
     from transformers.utils import chat_template_utils
 
     environment = _environment(template)
     environment.concat = _join_bounded
     rendered, _ = chat_template_utils.render_jinja_template(
-        conversations=[list(messages)],
-        chat_template=template,
-        **options,
-        **variables,
+        conversations=[list(messages)], chat_template=template, **variables
     )
     return rendered[0]
 

@@ -52,16 +52,7 @@ class Detokenizer:
         self._parts: list[str] = []
         self._num_taken = 0
         self._num_tokens = 0
-        self._min_tokens = min_tokens
-        self._includes_stop = include_stop_str_in_output
-        self._stops = tuple(stop)
-        self._first_characters = frozenset(string[0] for string in stop)
-        self._prefixes = _proper_prefixes(self._stops)
-        self._prefix_ends = frozenset(prefix[-1] for prefix in self._prefixes)
-        self._max_prefix = max(map(len, self._prefixes), default=0)
-        self._held = ""
-        self._tentative = ""
-        self._verdict: StopVerdict | None = None
+        self._stops = _StopSearch(self._joiner, tuple(stop), include_stop_str_in_output, min_tokens) if stop else None
 
     @property
     def text(self) -> str:
@@ -88,33 +79,69 @@ class Detokenizer:
 
     def push_tokens(self, token_ids: Sequence[int]) -> StopVerdict | None:
         """Add the next ids; return the verdict if they complete a stop string. `text` and `take` return the text."""
-        joiner = self._joiner
+        joiner, stops = self._joiner, self._stops
         for token_id in token_ids:
             text = self._pieces[token_id]
             if text is None or joiner.is_busy:
                 text = joiner.feed(token_id)
             self._num_tokens += 1
-            if self._stops:
-                if self._held or self._tentative or joiner.is_busy or not self._first_characters.isdisjoint(text):
-                    text = self._search(text)
+            if stops is not None:
+                text = stops.push(text, self._num_tokens)
             if text:
                 self._parts.append(text)
-            if self._verdict is not None:
-                return self._verdict
+            if stops is not None and stops.verdict is not None:
+                return stops.verdict
         return None
 
     def flush(self) -> str:
         """Finish the sequence: return the text held back, with U+FFFD for an incomplete character."""
-        if self._verdict is not None:
-            return ""
-        delta = self._held + self._joiner.finish()
-        self._held = self._tentative = ""
+        delta = self._joiner.finish() if self._stops is None else self._stops.finish()
         if delta:
             self._parts.append(delta)
         return delta
 
-    def _search(self, text: str) -> str:
-        """Search for stop strings in the text that a token adds; return the text to output, truncated at a match."""
+
+class _StopSearch:
+    """Searches the text of a sequence for stop strings.
+
+    Args:
+      joiner: Joins the pieces of the sequence.
+      stops: As in `Detokenizer`.
+      includes_stop: Whether to keep the stop string in the text.
+      min_tokens: As in `Detokenizer`.
+
+    Attributes:
+      verdict: The completed stop string.
+    """
+
+    def __init__(self, joiner: TextJoiner, stops: tuple[str, ...], includes_stop: bool, min_tokens: int) -> None:
+        self._joiner = joiner
+        self._min_tokens = min_tokens
+        self._includes_stop = includes_stop
+        self._stops = stops
+        self._first_characters = frozenset(string[0] for string in stops)
+        self._prefixes = _proper_prefixes(stops)
+        self._prefix_ends = frozenset(prefix[-1] for prefix in self._prefixes)
+        self._max_prefix = max(map(len, self._prefixes), default=0)
+        self._held = ""
+        self._tentative = ""
+        self.verdict: StopVerdict | None = None
+
+    def push(self, text: str, num_tokens: int) -> str:
+        """Add the text of token number `num_tokens`; return the text to output, truncated at a match."""
+        if self._held or self._tentative or self._joiner.is_busy or not self._first_characters.isdisjoint(text):
+            return self._search(text, num_tokens)
+        return text
+
+    def finish(self) -> str:
+        """Return the text held back, once the sequence has finished."""
+        if self.verdict is not None:
+            return ""
+        held = self._held + self._joiner.finish()
+        self._held = self._tentative = ""
+        return held
+
+    def _search(self, text: str, num_tokens: int) -> str:
         confirmed = self._held + text
         tentative = self._joiner.tentative() if self._joiner.is_busy else ""
         view = confirmed + tentative
@@ -122,11 +149,11 @@ class Detokenizer:
         if self._tentative and view.startswith(self._tentative, num_searched):
             num_searched += len(self._tentative)
         self._tentative = tentative
-        if self._num_tokens > self._min_tokens:
+        if num_tokens > self._min_tokens:
             found = self._find_stop(view, num_searched)
             if found is not None:
                 stop_string, start = found
-                self._verdict = StopVerdict(stop_string, self._num_tokens)
+                self.verdict = StopVerdict(stop_string, num_tokens)
                 self._held = self._tentative = ""
                 return view[: start + len(stop_string)] if self._includes_stop else view[:start]
         num_printable = min(len(view) - self._num_open(view), len(confirmed))

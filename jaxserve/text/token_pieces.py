@@ -161,12 +161,15 @@ class TextJoiner:
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int] = ()) -> None:
         self._pieces = pieces
-        self._bytes = _byte_joiner(pieces.joining)
+        self._bytes: _CharacterJoiner | _RunJoiner | None = None
+        self._strips = self.is_busy = False
+        if prompt_token_ids and pieces[prompt_token_ids[-1]]:
+            return  # the prompt ends in text
         is_start, open_bytes = _prompt_end(pieces, prompt_token_ids)
         self._strips = is_start and pieces.strips_leading_space
         if open_bytes:
-            self._bytes.feed(open_bytes)
-        self.is_busy = self._strips or self._bytes.is_open()
+            self._own_bytes().feed(open_bytes)
+        self._set_busy()
 
     @property
     def strips_space(self) -> bool:
@@ -179,30 +182,41 @@ class TextJoiner:
         if text == "":
             return ""
         if text is None:
-            out = self._bytes.feed(self._pieces.raw(token_id))
+            out = self._own_bytes().feed(self._pieces.raw(token_id))
             if self._pieces.joining is Joining.CHARACTERS:
                 self._strips = False
         else:
-            out = self._bytes.end() + text
+            out = text if self._bytes is None else self._bytes.end() + text
         if self._strips and out:
             self._strips = False
             out = out.removeprefix(" ")
-        self.is_busy = self._strips or self._bytes.is_open()
+        self._set_busy()
         return out
 
     def tentative(self) -> str:
         """Return the text held back because a later byte token might turn it into U+FFFD."""
-        text = self._bytes.tentative()
+        text = "" if self._bytes is None else self._bytes.tentative()
         return text.removeprefix(" ") if self._strips else text
 
     def finish(self) -> str:
         """Return the text held back, with U+FFFD for an incomplete character."""
+        if self._bytes is None:
+            return ""
         text = self._bytes.end()
         if self._strips and text:
             self._strips = False
             text = text.removeprefix(" ")
         self.is_busy = self._strips
         return text
+
+    def _own_bytes(self) -> _CharacterJoiner | _RunJoiner:
+        """Return what joins byte pieces, which most sequences never need."""
+        if self._bytes is None:
+            self._bytes = _byte_joiner(self._pieces.joining)
+        return self._bytes
+
+    def _set_busy(self) -> None:
+        self.is_busy = self._strips or (self._bytes is not None and self._bytes.is_open())
 
 
 def join(pieces: TokenPieces, token_ids: Iterable[int]) -> str:

@@ -179,24 +179,18 @@ class Tokenizer:
             variables={**self.special_tokens, **variables},
         )
 
-    def apply_chat_template(
-        self,
-        messages: Any,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Any] | None = None,
-        **variables: Any,
-    ) -> list[int]:
+    def apply_chat_template(self, messages: Any, *arguments: Any, **options: Any) -> list[int]:
         """Return the ids of a conversation. The template writes the special tokens, so none are added.
+
+        Args:
+          messages: The conversation.
+          arguments: Further arguments of ``render_chat``.
+          options: The same, by name.
 
         Raises:
           RequestError: There is no template, it fails, or a message is invalid.
         """
-        text = self.render_chat(
-            messages, chat_template, add_generation_prompt, continue_final_message, tools, **variables
-        )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.render_chat(messages, *arguments, **options), add_special_tokens=False)
 
     def info(self, chat_template: str | None = None) -> dict[str, Any]:
         """Return tokenizer_config.json with its class, special tokens and chat template, without paths.

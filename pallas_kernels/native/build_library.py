@@ -21,7 +21,7 @@ AMX = (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 OBJECTS = (
     {
         f"{name}_{isa}": (f"{name}.c", flags)
-        for name in ("argmax", "attention", "linear", "qkv_write", "truncation")
+        for name in ("argmax", "attention", "dequantize", "linear", "qkv_write", "truncation")
         for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
     }
     | {f"{name}_amx": (f"{name}_amx.c", AMX) for name in ("attention", "linear")}
@@ -34,7 +34,7 @@ OBJECTS = (
             "linear_pack",
             *(
                 f"{operation}_handler"
-                for operation in ("argmax", "attention", "grouped", "linear", "truncation", "write")
+                for operation in ("argmax", "attention", "dequantize", "grouped", "linear", "truncation", "write")
             ),
         )
     }

@@ -99,7 +99,7 @@ class Run:
         while self.engine.num_unfinished:
             self.engine.step()
         replica = self.engine.replicas[0]
-        while not replica.is_idle:
+        while replica.has_steps_in_flight:
             self.engine.step()
         allocator = replica.schedulers[0].allocator
         assert allocator.num_free == allocator.num_pages

@@ -112,7 +112,7 @@ def test_rows_with_drafts_follow_those_of_one_token() -> None:
     completion = scheduler.complete(plan, [[5], [6], [1, 8], [9]])
     assert [name_of(one) for one in completion.sampled] == [name_of(one) for one in completion.rows] == list("bdac")
     assert [one.token_ids[6:] for one in completion.rows] == [[5], [6], [1, 8], [9]]
-    assert list(completion.first_samples) == [0, 1, 2, 4] and completion.num_tokens == 5
+    assert list(completion.plan.first_samples) == [0, 1, 2, 4] and completion.num_tokens == 5
 
 
 def test_drafts_take_the_tokens_that_prompts_leave() -> None:

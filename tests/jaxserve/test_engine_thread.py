@@ -618,31 +618,22 @@ def test_the_log_line_comes_while_it_works_and_ends_when_it_rests(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_an_interrupt_in_a_step_or_a_command_ends_neither_the_thread_nor_a_wait(
+def test_an_interrupt_in_a_command_ends_neither_the_thread_nor_a_wait(
     error: type[BaseException], engine: FakeEngine, thread: Loop
 ) -> None:
-    """The engine itself makes its state whole again at the next step."""
-    raised: list[int] = []
-
-    def interrupt() -> None:
-        if not raised:
-            raised.append(1)
-            raise error
-
     def command() -> None:
         raise error
 
     async def main() -> None:
-        stream = submit(thread, 1, 3)
-        engine.before_step = interrupt
-        engine.allow(10)
-        assert sum(ids(await rest(stream)), []) == [1001, 1002, 1003]
         with pytest.raises(error):
             thread.call(command).result(PATIENCE_S)
         await settled(thread)
+        stream = submit(thread, 1, 3)
+        engine.allow(10)
+        assert sum(ids(await rest(stream)), []) == [1001, 1002, 1003]
 
     asyncio.run(main())
-    assert raised and thread.is_running
+    assert thread.is_running
 
 
 def test_an_unforeseen_error_while_a_request_is_queued_is_its_own(

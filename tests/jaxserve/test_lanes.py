@@ -122,7 +122,7 @@ def submit(llm: LLM, prompt: str, params: SamplingParams = GREEDY) -> RequestSta
 
 def finish(llm: LLM) -> None:
     """Runs steps until every request has finished."""
-    while llm.engine.num_unfinished or not all(replica.is_idle for replica in llm.engine.replicas):
+    while llm.engine.num_unfinished or any(replica.has_steps_in_flight for replica in llm.engine.replicas):
         llm.engine.step()
 
 

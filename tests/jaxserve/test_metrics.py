@@ -11,6 +11,7 @@ from jaxserve.api.metric_types import HELP, Counter, Distribution, Gauge, Histog
 from jaxserve.api.request import Request
 from jaxserve.engine.metrics import FINISH_REASONS, EngineMetrics
 from jaxserve.engine.request_state import RequestState, Sample
+from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.sequence import Sequence
 
@@ -41,15 +42,19 @@ def make_request(name: str, num_prompt: int = 4, n: int = 1, max_tokens: int = 5
 def step(metrics: EngineMetrics, now: float, *rows: tuple[RequestState, int]) -> None:
     """Samples get a token each."""
     started: list[RequestState] = []
-    sampled, previous_s = [request.samples[index].sequence for request, index in rows], list[float]()
+    sampled = [request.samples[index].sequence for request, index in rows]
+    first, previous_s = list[Sequence](), list[float]()
     for sequence, (request, _) in zip(sampled, rows, strict=True):
         sequence.token_ids.append(5)
-        previous_s.append(sequence.last_token_s)
+        if sequence.last_token_s:
+            previous_s.append(sequence.last_token_s)
+        else:
+            first.append(sequence)
         sequence.last_token_s = now
         if request.first_token_s is None:
             request.first_token_s = now
             started.append(request)
-    completion = Completion(sampled, range(len(rows)), sampled, previous_s, len(rows), [], [], [])
+    completion = Completion(StepPlan(0), sampled, sampled, first, previous_s, len(rows), [], [], [])
     metrics.stepped(completion, now, started, ())
 
 

@@ -111,7 +111,7 @@ class Pipeline:
 
     def finish(self) -> None:
         for _ in range(10_000):
-            if self.replica.is_idle:
+            if not (self.replica.has_steps_in_flight or any(each.num_unfinished for each in self.schedulers)):
                 return
             self.step()
         raise AssertionError("the replica stands still")

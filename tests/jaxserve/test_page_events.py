@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator
+from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator, max_held_pages
 from jaxserve.scheduling.plan import ON_DEVICE, SchedulerLimits, StepPlan
 from jaxserve.scheduling.prefix_cache import TOKEN_BYTES
 from jaxserve.scheduling.scheduler import Scheduler
@@ -143,7 +143,7 @@ class Events:
         self.depth = depth
         self.num_stages = num_stages
         longest = 3 * num_pages
-        while self.scheduler.pages.max_held_pages(longest * page_size) > num_pages:
+        while max_held_pages(longest, self.windows) > num_pages:
             longest -= 1
         self.room = longest * page_size
         self.sequences: list[Sequence] = []

@@ -12,7 +12,6 @@ PROMPT = [*range(10)]
 @pytest.mark.parametrize(
     ("kept", "max_output_tokens", "expected"),
     [
-        (None, 3, PROMPT),
         (4, 3, [6, 7, 8, 9]),
         (10, 3, PROMPT),
         (12, 3, PROMPT),
@@ -22,7 +21,7 @@ PROMPT = [*range(10)]
         (-1, 12, PROMPT),  # no room at all: a matter of the length check
     ],
 )
-def test_the_last_tokens_are_kept(kept: int | None, max_output_tokens: int | None, expected: list[int]) -> None:
+def test_the_last_tokens_are_kept(kept: int, max_output_tokens: int | None, expected: list[int]) -> None:
     assert truncate_prompt(PROMPT, kept, max_output_tokens, 12) == expected
 
 

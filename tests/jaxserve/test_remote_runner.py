@@ -12,12 +12,12 @@ import pytest
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.pooling_params import PoolingParams
-from jaxserve.api.request import parse_prompt
+from jaxserve.api.request import Request, parse_prompt
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.build import plan_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.model_defaults import find_tokenizer
-from jaxserve.engine.offline import OfflineRunner
+from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import assemble_engine, start_engine
 from jaxserve.scheduling.plan import ON_DEVICE, StepPlan
 from jaxserve.scheduling.plan_codec import decode_plans, encode_plans
@@ -53,7 +53,15 @@ def run(engine: Engine, seed: int) -> list[RequestOutput]:
     for prompt, params in order.choices(REQUESTS, k=NUM_REQUESTS):
         default = PoolingParams() if order.random() < 0.1 else SamplingParams(**params)
         inputs.append(parse_prompt(prompt, default=default))
-    return OfflineRunner(engine, None).run(inputs, use_tqdm=False)
+    return [request.output() for request in run_all(engine, inputs)]
+
+
+def run_all(engine: Engine, inputs: list[Request]) -> list[RequestState]:
+    """Step until all requests have finished."""
+    requests = [engine.submit(each) for each in inputs]
+    while engine.num_unfinished:
+        engine.step()
+    return requests
 
 
 def check_plain(value: Any) -> None:
@@ -87,7 +95,7 @@ def test_a_runner_in_another_process_reuses_the_inputs_of_steps_with_equal_rows(
     num_plans, num_buffers = len(runner.plans), runner.num_buffers()
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     inputs = [parse_prompt(prompt, default=params) for prompt in ("Once", "The dog")]
-    OfflineRunner(engine, None).run(inputs, use_tqdm=False)
+    run_all(engine, inputs)
     plans = [check_plan(sent) for sent in runner.plans[num_plans:]]
     changed = [plan for plan in plans if plan.setups or plan.grants or plan.same_rows_as is None]
     assert runner.num_buffers() - num_buffers == len(changed)

@@ -360,7 +360,7 @@ def test_programs_of_given_sizes() -> None:
         (64, "any"),
         (64, "any"),
     ]
-    stage._steps = {key: object.__new__(jax.stages.Compiled) for key in stage.keys}
+    stage._steps = stage._plain_steps = {key: object.__new__(jax.stages.Compiled) for key in stage.keys}
     for rows, variant, size, expected in (
         (2, "greedy", 2, "greedy"),
         (2, "sampled", 2, "sampled"),

@@ -21,7 +21,6 @@ from jaxserve.api.errors import ConfigError, DeadlineError
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.bench import accuracy, latency, startup, throughput
 from jaxserve.bench.serve import files as serve_files
-from jaxserve.bench.serve.records import BenchServeError
 from jaxserve.lab.compare import compare
 from jaxserve.lab.hardware import DEVICES
 from jaxserve.lab.plan import command as plan_command
@@ -174,7 +173,7 @@ def test_a_result_of_a_load_test_that_cannot_be_written() -> None:
         save_detailed=False, append_result=False, max_concurrency=None, request_rate=1.0, ramp_up_strategy=None,
         dataset_name="random", label=None, backend="openai", result_dir="/dev", result_filename="full",
     )  # fmt: skip
-    with pytest.raises(BenchServeError, match="--result-filename: /dev/full cannot be written: No space left"):
+    with pytest.raises(ConfigError, match="--result-filename: /dev/full cannot be written: No space left"):
         serve_files.save(options, {"model_id": "m", "date": "d"})
 
 

@@ -6,49 +6,46 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxserve.api.text_files import check_writable
+from jaxserve.api.text_files import check_output_file, file_errors
 from jaxserve.bench.serve.effects import has_trace_times
 from jaxserve.bench.serve.metrics import DETAILS
-from jaxserve.bench.serve.plot import check_can_plot
-from jaxserve.bench.serve.records import BenchServeError
+from jaxserve.pictures import check_format
 
 
 def check_files(options: argparse.Namespace) -> None:
     """Check that all files can be read or written; creates the directory of the results, but no file.
 
     Raises:
-        BenchServeError: A file cannot be read or written.
+        ConfigError: A file cannot be read or written.
     """
     for name in ("dataset_path", "ssl_ca_certs"):
-        if getattr(options, name) is not None:
-            _check_readable(f"--{name.replace('_', '-')}", Path(getattr(options, name)))
+        path = getattr(options, name)
+        if path is not None:
+            with file_errors(f"--{name.replace('_', '-')}", path, "read"), Path(path).open("rb"):
+                pass
     if options.plot is not None:
-        check_can_plot(options.plot)
-        _check_writable("--plot", Path(options.plot))
+        check_format("plot", options.plot)
+        check_output_file("--plot", options.plot)
     if options.save_result or options.append_result:
         path = _result_path(options, "model", time_text())
         directory = Path(options.result_dir or ".")
-        try:
+        with file_errors("--result-dir", directory, "created"):
             directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BenchServeError(f"--result-dir: {directory} cannot be created: {error.strerror}") from error
-        _check_writable("--result-filename", path)
+        check_output_file("--result-filename", path)
 
 
 def save(options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Write the result, with the metrics of each request if requested.
 
     Raises:
-        BenchServeError: The file cannot be written.
+        ConfigError: The file cannot be written.
     """
     kept = {name: value for name, value in found.items() if options.save_detailed or name not in DETAILS}
     path = _result_path(options, found["model_id"], found["date"])
     has_lines = options.append_result and path.exists() and path.stat().st_size > 0
-    try:
+    with file_errors("--result-filename", path):
         with path.open("a" if options.append_result else "w", encoding="utf-8") as file:
             file.write(("\n" if has_lines else "") + json.dumps(kept))
-    except OSError as error:
-        raise BenchServeError(f"--result-filename: {path} cannot be written: {error.strerror}") from error
 
 
 def time_text() -> str:
@@ -65,18 +62,3 @@ def _result_path(options: argparse.Namespace, model: str, time: str) -> Path:
         speed = f"trace-{options.trace_speed}x"
     name = f"{options.label or options.backend}-{speed}{limit}-{Path(model).name}-{time}.json"
     return Path(options.result_dir or ".") / (options.result_filename or name)
-
-
-def _check_readable(flag: str, path: Path) -> None:
-    try:
-        with path.open("rb"):
-            pass
-    except OSError as error:
-        raise BenchServeError(f"{flag}: {path} cannot be read: {error.strerror}") from error
-
-
-def _check_writable(flag: str, path: Path) -> None:
-    try:
-        check_writable(path)
-    except OSError as error:
-        raise BenchServeError(f"{flag}: {path} cannot be written: {error.strerror}") from error

@@ -1,47 +1,29 @@
 """Plots of a load test: distributions of latencies, and the load over time."""
 
-import importlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.serve.records import BenchServeError
-
-
-def check_can_plot(path: str) -> None:
-    """Check that matplotlib is installed and supports the file's format, before a long run.
-
-    Raises:
-        BenchServeError: It is missing, or does not support the format.
-    """
-    try:
-        figure = importlib.import_module("matplotlib.figure").Figure()
-    except ImportError as error:
-        raise BenchServeError("plot needs matplotlib; run pip install 'jaxserve[research]'") from error
-    formats = sorted(figure.canvas.get_supported_filetypes())
-    if Path(path).suffix[1:].lower() not in formats:
-        raise BenchServeError(f"plot: expected a file whose name ends in one of .{', .'.join(formats)}, got {path}")
+from jaxserve.api.text_files import file_errors
+from jaxserve.pictures import new_figure
 
 
 def plot(found: Mapping[str, Any], path: str) -> None:
     """Plot the metrics of ``metrics.figures`` to a file, in the format of its suffix.
 
     Raises:
-        BenchServeError: The file cannot be written.
+        ConfigError: matplotlib is missing, or the file cannot be written.
     """
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(10, 7), layout="constrained")
+    figure = new_figure("plot", figsize=(10, 7))
     axes = figure.subplots(2, 2)
     good = [i for i, error in enumerate(found["errors"]) if not error]
     _distribution(axes[0, 0], "time to first token", [found["ttfts"][i] for i in good])
     _distribution(axes[0, 1], "time between chunks", [gap for i in good for gap in found["itls"][i]])
     _distribution(axes[1, 0], "time of a request", [found["latencies"][i] for i in good])
     _course(axes[1, 1], found, good)
-    try:
+    with file_errors("plot", path):
         figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise BenchServeError(f"plot: {path} cannot be written: {error}") from error
 
 
 def _distribution(axes: Any, title: str, values_s: Sequence[float]) -> None:

@@ -24,6 +24,7 @@ from jaxserve.bench.serve.openai import OpenAIBackend
 from jaxserve.bench.serve.ready import ReadyCheck, ask_http
 from jaxserve.bench.serve.records import Backend, BenchServeError
 from jaxserve.bench.serve.tokens import PromptTokens, TokenSource, server_tokens
+from jaxserve.cli_arguments import given_arguments
 
 
 class Target(NamedTuple):
@@ -50,7 +51,7 @@ def request_headers(options: argparse.Namespace) -> dict[str, str]:
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     """Return the given sampling parameters."""
     names = (*SAMPLING_OPTIONS, "logprobs")
-    sampling = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    sampling = given_arguments(options, names)
     return sampling | ({"ignore_eos": True} if options.ignore_eos else {})
 
 

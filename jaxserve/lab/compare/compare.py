@@ -10,10 +10,10 @@ from typing import Any
 import jax
 
 from jaxserve.api.config import EngineConfig, known_settings
+from jaxserve.api.config_checks import check_whole
 from jaxserve.api.errors import ConfigError
-from jaxserve.cli_arguments import add_dataclass_arguments
+from jaxserve.cli_arguments import add_dataclass_arguments, given_arguments
 from jaxserve.lab.compare.candidates import enumerate_candidates
-from jaxserve.lab.compare.picture import check_can_draw
 from jaxserve.lab.compare.rank import Workload
 from jaxserve.lab.compare.result import Comparison, Row
 from jaxserve.lab.compare.run import MANY_TOKENS, Measured, RunSettings, run_all, with_weights
@@ -23,6 +23,7 @@ from jaxserve.lab.links import Link
 from jaxserve.lab.plan.command import SETTINGS
 from jaxserve.lab.plan.plan import read_model
 from jaxserve.lab.records import BATCH_SIZES
+from jaxserve.pictures import check_format
 from sharding import ShardingLayout, ensure_cpu_devices
 
 _SETTINGS = tuple(name for name in SETTINGS if name not in ("mesh", "layout", "enable_expert_parallel"))
@@ -101,8 +102,7 @@ def compare(
 
 def _checked(devices: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
     """Return the batch sizes, ascending, after checking them and the number of devices."""
-    if isinstance(devices, bool) or not isinstance(devices, int) or not 1 <= devices <= _MOST_DEVICES:
-        raise ConfigError(f"devices: expected an integer from 1 to {_MOST_DEVICES}, got {devices!r}")
+    check_whole("devices", devices, 1, _MOST_DEVICES)
     unknown = [size for size in batch_sizes if size not in BATCH_SIZES]
     if unknown or not batch_sizes:
         raise ConfigError(
@@ -118,8 +118,7 @@ def _context(config: EngineConfig, context: int | None, run: bool) -> int:
     most = longest - (MANY_TOKENS if run else 0)
     if context is None:
         context = max(1, min(_RUN_CONTEXT if run else _CONTEXT, longest // 2, most))
-    if isinstance(context, bool) or not isinstance(context, int) or not 1 <= context <= most:
-        raise ConfigError(f"context: expected an integer from 1 to {most}, got {context!r}")
+    check_whole("context", context, 1, most)
     return context
 
 
@@ -160,10 +159,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Compare, print, and draw if requested."""
     if options.picture is not None:
-        check_can_draw(options.picture)
+        check_format("picture", options.picture)
     own = ("layouts", "meshes", "device", "link", "hosts", "batch_sizes", "context")
-    given = {name: getattr(options, name) for name in (*own, *_SETTINGS)}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = given_arguments(options, (*own, *_SETTINGS))
     found = compare(options.model, options.devices, run=options.runs, **given)
     if options.picture is not None:
         found.draw(options.picture)

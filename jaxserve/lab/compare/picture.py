@@ -1,12 +1,12 @@
 """The picture of a comparison: memory, communication and the time of a step of each candidate."""
 
-import importlib
 import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.api.text_files import file_errors
+from jaxserve.pictures import check_format, new_figure
 
 _MOST_BARS = 16
 _COLOURS = {
@@ -45,28 +45,15 @@ class Bar(NamedTuple):
     fits: bool
 
 
-def check_can_draw(path: str) -> None:
-    """Check that matplotlib is installed and supports the file's format, before a long run.
-
-    Raises:
-        ConfigError: It is missing, or does not support the format.
-    """
-    formats = sorted(_new_figure(1).canvas.get_supported_filetypes())
-    if Path(path).suffix[1:].lower() not in formats:
-        raise ConfigError(f"picture: expected a file whose name ends in one of .{', .'.join(formats)}, got {path}")
-
-
 def draw(bars: Sequence[Bar], title: str, memory_bytes: int | float, path: str) -> None:
     """Draw the first candidates to a file.
 
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.
     """
-    check_can_draw(path)
-    try:
+    check_format("picture", path)
+    with file_errors("picture", path):
         _figure(bars, title, memory_bytes).savefig(path, dpi=100)
-    except OSError as error:
-        raise ConfigError(f"picture: {path} cannot be written: {error}") from error
 
 
 def svg(bars: Sequence[Bar], title: str, memory_bytes: int | float) -> str:
@@ -80,17 +67,9 @@ def svg(bars: Sequence[Bar], title: str, memory_bytes: int | float) -> str:
     return text.getvalue()
 
 
-def _new_figure(num_bars: int) -> Any:
-    try:
-        figure = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib; run pip install 'jaxserve[research]'") from error
-    return figure.Figure(figsize=(9.6, 1.9 + 0.27 * num_bars), layout="constrained")
-
-
 def _figure(bars: Sequence[Bar], title: str, memory_bytes: int | float) -> Any:
     shown = bars[:_MOST_BARS]
-    figure = _new_figure(len(shown))
+    figure = new_figure("picture", figsize=(9.6, 1.9 + 0.27 * len(shown)))
     more = f"; the fastest {len(shown)} of {len(bars)}" if len(bars) > len(shown) else ""
     figure.suptitle(f"{title}{more}", fontsize=10, fontweight="bold")
     memory, exchanged, time = figure.subplots(1, 3, sharey=True)

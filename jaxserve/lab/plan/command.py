@@ -5,13 +5,12 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.config_checks import parse_mesh
 from jaxserve.api.errors import ConfigError
 from jaxserve.api.text_files import check_output_file
-from jaxserve.cli_arguments import add_dataclass_arguments
+from jaxserve.cli_arguments import add_dataclass_arguments, given_arguments
 from jaxserve.lab.calibration import CPU_DEVICES, calibrate, calibration_text
 from jaxserve.lab.hardware import DEVICES, LINKS
 from jaxserve.lab.plan.plan import plan
@@ -81,8 +80,7 @@ def run(options: argparse.Namespace) -> None:
     if options.model is None:
         return
     own = ("device", "hosts", "link", "host_link", "num_seqs", "context", "compiles")
-    given = {name: getattr(options, name) for name in (*own, *SETTINGS)}
-    found = plan(options.model, **_without_none(given))
+    found = plan(options.model, **given_arguments(options, (*own, *SETTINGS)))
     print(json.dumps(found.as_dict()) if options.json else found)
 
 
@@ -103,7 +101,3 @@ def _calibrate(options: argparse.Namespace) -> None:
     device.save(options.calibrate)
     print(calibration_text(device), file=sys.stderr if options.json else sys.stdout)
     options.device = device
-
-
-def _without_none(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.device.sharded_model import ShardedModel, StepState
-from jaxserve.device.step_batch import BatchShape
+from jaxserve.device.step_batch import BatchShape, StepBatch
 from jaxserve.device.steps import attention_settings, sample_rows
+from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.residual import own_rows, whole_rows
+from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.stages import StageLayers
 from pallas_kernels.registry import load
 from sharding.plan import Collective, collectives
@@ -51,7 +53,7 @@ class StepCollectives:
         (operation,) = {spec.operation for spec in sharded.abstract_model.kv_specs}
         self._whole = dataclasses.replace(sharded, stage=None, kernel=load(operation, "xla"))
         self._models: dict[int, ShardedModel] = {}
-        self._parts: dict[tuple[str, int, BatchShape, str], PartCollectives] = {}
+        self._parts: dict[tuple[str, int, BatchShape], PartCollectives] = {}
 
     @functools.cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -64,28 +66,22 @@ class StepCollectives:
         first: dict[Any, int] = {}
         return tuple(first.setdefault(tuple(arrays[layer]), layer) for layer in sorted(arrays))
 
-    def count(
-        self, shape: BatchShape, layers: range | None = None, *, variant: str = "greedy"
-    ) -> list[PartCollectives]:
+    def count(self, shape: BatchShape, layers: range) -> list[PartCollectives]:
         """Return the collectives of a step through some layers, in order.
 
         Args:
             shape: Batch shape of the step.
-            layers: The layers of a stage, with the embedding if it is the first, and the head if it is the last; None
-                for the whole model.
-            variant: Sampler variant.
+            layers: The layers of a stage, with the embedding if it is the first, and the head if it is the last.
         """
         num_layers = len(self.kinds)
-        layers = range(num_layers) if layers is None else layers
-        found = [self._part(EMBEDDING, 0, shape, variant)] if layers.start == 0 else []
-        found += [self._part(LAYERS, self.kinds[layer], shape, variant) for layer in layers]
-        last = self._part(HEAD, num_layers - 1, shape, variant) if layers.stop == num_layers else None
-        return [*found, last or self._part(HAND_OVER, num_layers - 1, shape, variant)]
+        found = [self._part(EMBEDDING, 0, shape)] if layers.start == 0 else []
+        found += [self._part(LAYERS, self.kinds[layer], shape) for layer in layers]
+        return [*found, self._part(HEAD if layers.stop == num_layers else HAND_OVER, num_layers - 1, shape)]
 
-    def _part(self, part: str, layer: int, shape: BatchShape, variant: str) -> PartCollectives:
-        key = part, layer, shape, variant
+    def _part(self, part: str, layer: int, shape: BatchShape) -> PartCollectives:
+        key = part, layer, shape
         if key not in self._parts:
-            traced = _TRACERS[part](self._layer_model(layer).for_shape(shape), shape, variant)
+            traced = _trace(part, self._layer_model(layer).for_shape(shape), shape)
             found = tuple(collectives(traced.jaxpr.jaxpr, is_likely=True))
             self._parts[key] = PartCollectives(part, layer if part == LAYERS else None, found)
         return self._parts[key]
@@ -97,54 +93,53 @@ class StepCollectives:
         return self._models[layer]
 
 
-def _trace_embedding(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.stages.Traced:
-    def embed(arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"]) -> Any:
-        model, batch = sharded.model(arrays), sharded.unpack(buffer, shape, state.latest)
-        settings = attention_settings(sharded, shape)
-        return model.embedded(batch, settings)[0]
+class _Step(NamedTuple):
+    """What the parts of a traced step share."""
 
-    return _trace(sharded, shape, embed)
-
-
-def _trace_layer(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.stages.Traced:
-    def layer(arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], x: Float[Array, "T D"]) -> Any:
-        model, batch = sharded.model(arrays), sharded.unpack(buffer, shape, state.latest)
-        settings = attention_settings(sharded, shape)
-        own, inputs = model.embedded(batch, settings, own_rows(x, model.residual_axis, sharded.row_tile))
-        return model.through(own, state.pools, inputs, settings).x
-
-    return _trace(sharded, shape, layer, sharded.abstract_hidden(shape.num_tokens))
+    sharded: ShardedModel
+    model: CausalLM
+    batch: StepBatch
+    state: StepState
+    settings: AttentionSettings
 
 
-def _trace_hand_over(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.stages.Traced:
-    def gather(arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], x: Float[Array, "T D"]) -> Any:
-        axis, tile = sharded.model(arrays).residual_axis, sharded.row_tile
-        return whole_rows(own_rows(x, axis, tile), axis, tile)
-
-    return _trace(sharded, shape, gather, sharded.abstract_hidden(shape.num_tokens))
+def _embed(step: _Step, x: Float[Array, "T D"]) -> Any:
+    return step.model.embedded(step.batch, step.settings)[0]
 
 
-def _trace_head(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.stages.Traced:
-    def sampled(
-        arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], x: Float[Array, "T D"]
-    ) -> Any:
-        model, batch = sharded.model(arrays), sharded.unpack(buffer, shape, state.latest)
-        tile = sharded.row_tile
-        hidden = whole_rows(own_rows(x, model.residual_axis, tile), model.residual_axis, tile)
-        rows, mask = hidden[batch.sampled_tokens], jnp.zeros(sharded.mask_shape(shape.num_rows), jnp.int32)
-        return sample_rows(model.logits, rows, mask, state.tables, batch.sampler, variant, sharded.sampler, tile)
-
-    return _trace(sharded, shape, sampled, sharded.abstract_hidden(shape.num_tokens))
+def _run_layer(step: _Step, x: Float[Array, "T D"]) -> Any:
+    own, inputs = step.model.embedded(step.batch, step.settings, _own(step, x))
+    return step.model.through(own, step.state.pools, inputs, step.settings).x
 
 
-def _trace(sharded: ShardedModel, shape: BatchShape, function: Callable[..., Any], *given: Any) -> jax.stages.Traced:
-    buffer = sharded.rows_struct((shape.buffer_size,), jnp.int32)
-    return sharded.trace(function, (sharded.abstract_params, sharded.abstract_state(), buffer, *given))
+def _hand_over(step: _Step, x: Float[Array, "T D"]) -> Any:
+    return whole_rows(_own(step, x), step.model.residual_axis, step.sharded.row_tile)
 
 
-_TRACERS: Mapping[str, Callable[[ShardedModel, BatchShape, str], jax.stages.Traced]] = {
-    EMBEDDING: _trace_embedding,
-    LAYERS: _trace_layer,
-    HEAD: _trace_head,
-    HAND_OVER: _trace_hand_over,
+def _sample(step: _Step, x: Float[Array, "T D"]) -> Any:
+    sharded, batch, rows = step.sharded, step.batch, _hand_over(step, x)[step.batch.sampled_tokens]
+    mask = jnp.zeros(sharded.mask_shape(len(batch.slots)), jnp.int32)
+    settings, tile = sharded.sampler, sharded.row_tile
+    return sample_rows(step.model.logits, rows, mask, step.state.tables, batch.sampler, "greedy", settings, tile)
+
+
+def _own(step: _Step, x: Float[Array, "T D"]) -> Float[Array, "rows D"]:
+    return own_rows(x, step.model.residual_axis, step.sharded.row_tile)
+
+
+_FUNCTIONS: Mapping[str, Callable[[_Step, Float[Array, "T D"]], Any]] = {
+    EMBEDDING: _embed,
+    LAYERS: _run_layer,
+    HEAD: _sample,
+    HAND_OVER: _hand_over,
 }
+
+
+def _trace(part: str, sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
+    def traced(arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], x: Float[Array, "T D"]) -> Any:
+        batch = sharded.unpack(buffer, shape, state.latest)
+        step = _Step(sharded, sharded.model(arrays), batch, state, attention_settings(sharded, shape))
+        return _FUNCTIONS[part](step, x)
+
+    buffer, x = sharded.rows_struct((shape.buffer_size,), jnp.int32), sharded.abstract_hidden(shape.num_tokens)
+    return sharded.trace(traced, (sharded.abstract_params, sharded.abstract_state(), buffer, x))

@@ -1,6 +1,7 @@
 """Work and time of decode and prefill steps: a roofline of memory, arithmetic and communication."""
 
 import collections
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -109,9 +110,8 @@ class Steps:
         multiplied = sum(times) * sharing
         attended = work.attention / device.flops_of(dtype, _MANY_ROWS, count) * sharing
         attention = max(work.kv_bytes / rate, attended)
-        num_layers = sharded.config.num_layers if sharded.stage is None else len(sharded.stage.layers)
         exchanged = sum((each.seconds for each in communication), 0.0)
-        overhead = num_layers * (device.layer_overhead_s + (num_rows - 1) * device.row_overhead_s) * waiting
+        overhead = len(sharded.layers) * (device.layer_overhead_s + (num_rows - 1) * device.row_overhead_s) * waiting
         return _Seconds(
             memory=(work.weight_bytes + work.kv_bytes) / rate,
             compute=multiplied + attended,
@@ -122,8 +122,7 @@ class Steps:
 
     def _communication(self, sharded: ShardedModel, shape: BatchShape) -> list[Communication]:
         """Return the communication of a step in one stage, with the hand-over to the next one."""
-        layers = None if sharded.stage is None else sharded.stage.layers
-        rows = self._collectives.count(shape, layers)
+        rows = self._collectives.count(shape, sharded.layers)
         counts: collections.Counter[tuple[str, str, tuple[str, ...], int]] = collections.Counter()
         for part in rows:
             for each in part.found:
@@ -171,17 +170,8 @@ def _merged(stages: Sequence[Sequence[Communication]]) -> tuple[Communication, .
     for each in (each for stage in stages for each in stage):
         found[each.part, each.kind, each.axes, each.num_bytes, each.link, each.num_devices].append(each)
     return tuple(
-        Communication(
-            part=part,
-            kind=kind,
-            axes=axes,
-            num_bytes=num_bytes,
-            link=link,
-            num_devices=count,
-            times=sum(each.times for each in rows),
-            seconds=sum(each.seconds for each in rows),
-        )
-        for (part, kind, axes, num_bytes, link, count), rows in found.items()
+        dataclasses.replace(rows[0], times=sum(each.times for each in rows), seconds=sum(each.seconds for each in rows))
+        for rows in found.values()
     )
 
 

@@ -34,7 +34,7 @@ def stage_memories(
         found.append(
             StageMemory(
                 stage=index,
-                layers=range(sharded.config.num_layers) if sharded.stage is None else sharded.stage.layers,
+                layers=sharded.layers,
                 weights=needs.weights,
                 kv_bytes_per_token=kv_bytes_per_token(needs),
                 page_bytes=needs.page,

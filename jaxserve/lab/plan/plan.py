@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxserve.api.config import EngineConfig
-from jaxserve.api.errors import ConfigError, MemoryPlanError
+from jaxserve.api.config_checks import check_whole
+from jaxserve.api.errors import MemoryPlanError
 from jaxserve.device.build import PlannedStages, find_model, mesh_shape_of, plan_stages
 from jaxserve.device.layout_choice import choose_layout
 from jaxserve.device.memory import fit_to_memory
@@ -81,8 +82,8 @@ def plan_config(
     compiles: bool = False,
 ) -> Plan:
     """Plan an engine for devices of a kind; see :func:`plan`."""
-    if context is not None and (isinstance(context, bool) or not isinstance(context, int) or context < 1):
-        raise ConfigError(f"context: expected an integer >= 1, got {context!r}")
+    if context is not None:
+        check_whole("context", context, 1)
     model = read_model(config)
     shape = mesh_shape_of(config, model)
     placement = Placement(shape, device, device.fewest_hosts(shape.num_devices) if hosts is None else hosts)

@@ -65,8 +65,7 @@ class StageWork:
         self._parallel, self._itemsize = sharded.parallel, jnp.dtype(sharded.policy.kv).itemsize
         self._matmuls = list(_matmuls(sharded))
         specs = sharded.abstract_model.kv_specs
-        layers = range(len(specs)) if sharded.stage is None else sharded.stage.layers
-        self._specs = [specs[layer] for layer in layers]
+        self._specs = [specs[layer] for layer in sharded.layers]
 
     def decode(self, rows: int, context: int, all_rows: int) -> Work:
         """Return the work of a step in which each row attends to ``context`` tokens.

@@ -1,6 +1,7 @@
 """What a drawing shows: a model on a mesh, its stages, and where everything is."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,10 +54,7 @@ class ShownModel:
     @property
     def num_devices(self) -> int:
         """Number of devices."""
-        size = 1
-        for each in self.mesh.values():
-            size *= each
-        return size
+        return math.prod(self.mesh.values())
 
     @property
     def title(self) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.api.config import EngineConfig
-from jaxserve.api.errors import ConfigError
+from jaxserve.api.config_checks import check_whole
 from jaxserve.api.text_files import write_text
-from jaxserve.cli_arguments import add_dataclass_arguments
+from jaxserve.cli_arguments import add_dataclass_arguments, given_arguments
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.lab.devices import Device
 from jaxserve.lab.hardware import get_device
@@ -71,9 +71,8 @@ def show(
     Raises:
         ConfigError: A setting is not valid for the model.
     """
-    for name, value in (("num_seqs", num_seqs), ("num_tokens", num_tokens)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}: expected an integer >= 1, got {value!r}")
+    check_whole("num_seqs", num_seqs, 1)
+    check_whole("num_tokens", num_tokens, 1)
     split = model_without_devices(EngineConfig.from_arguments(str(model), **settings), get_device(device))
     parts = place(split, _shape(split, num_seqs, 1), _shape(split, 1, num_tokens))
     whole = split.whole
@@ -107,11 +106,10 @@ def _shape(split: MeshModel, num_rows: int, row_tokens: int) -> BatchShape:
 
 def _stages(split: MeshModel, parts: ModelParts) -> tuple[ShownStage, ...]:
     token_bytes = {layer: kind.pages.token_bytes for kind in parts.kinds for layer in kind.layers}
-    found = []
-    for sharded in split.stages:
-        layers = range(sharded.config.num_layers) if sharded.stage is None else sharded.stage.layers
-        found.append(ShownStage(tuple(layers), sharded.weight_bytes, sum(token_bytes[layer] for layer in layers)))
-    return tuple(found)
+    return tuple(
+        ShownStage(tuple(stage.layers), stage.weight_bytes, sum(token_bytes[layer] for layer in stage.layers))
+        for stage in split.stages
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,9 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the drawing, and write it as SVG if requested."""
-    settings = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
-    sizes = {"num_seqs": options.num_seqs, "num_tokens": options.num_tokens}
-    drawing = show(options.model, device=options.device, **sizes, **settings)
+    drawing = show(options.model, **given_arguments(options, ("device", "num_seqs", "num_tokens", *SETTINGS)))
     if options.svg is not None:
         write_text("--svg", options.svg, drawing.svg)
     print(json.dumps(drawing.as_dict()) if options.json else drawing)

@@ -185,7 +185,7 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> Loop:
         return dataclasses.replace(info, **named)
 
     def reshard(mesh: str | None, layout: str | None) -> Resharded:
-        report = resharder.reshard(mesh, layout, lambda function: loop.call(function).result(), loop.deliver)
+        report = resharder.reshard(mesh, layout, loop.run, loop.deliver)
         return dataclasses.asdict(report), describe()
 
     serving = Serving(started, loop, outbox, template, reshard)

@@ -108,7 +108,7 @@ def counted(found: list[Collective]) -> collections.Counter[Any]:
 
 
 def combined(program: ShardedModel, shape: BatchShape, layers: range | None = None) -> collections.Counter[Any]:
-    parts = StepCollectives(program).count(shape, layers)
+    parts = StepCollectives(program).count(shape, program.layers if layers is None else layers)
     return counted([each for part in parts for each in part.found])
 
 

@@ -1,0 +1,202 @@
+"""Calls that block until a loop has their outputs, for ``LLM``."""
+
+import collections
+import dataclasses
+import queue
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxserve.api.errors import RequestError, RequestFailedError
+from jaxserve.api.outputs import PoolingRequestOutput, RequestOutput
+from jaxserve.api.request import Request
+from jaxserve.engine.loop import Loop
+from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.stream import Stream
+
+Prepare = Callable[[Request, float], RequestState]
+"""Validates and tokenizes a request that arrived at a time of ``time.monotonic()``."""
+
+
+@dataclasses.dataclass(eq=False)
+class CallSink:
+    """Keeps the outputs of a stream until the caller takes them.
+
+    Attributes:
+        readers: The caller.
+        request: The request of the stream.
+        contents: Outputs, and the error that ends the stream.
+        has_room: True: outputs are made as they come.
+    """
+
+    readers: "Caller"
+    request: RequestState
+    contents: collections.deque[RequestOutput | BaseException] = dataclasses.field(
+        default_factory=collections.deque[RequestOutput | BaseException]
+    )
+    has_room: bool = True
+
+    def put(self, content: RequestOutput | BaseException) -> None:
+        """Keep an output or an error."""
+        self.contents.append(content)
+
+
+class Caller:
+    """A thread that waits for outputs."""
+
+    def __init__(self) -> None:
+        self._woken: queue.SimpleQueue[Sequence[CallSink]] = queue.SimpleQueue()
+
+    def wake(self, sinks: Sequence[Any]) -> None:
+        """Hand over sinks that have contents."""
+        self._woken.put(sinks)
+
+    def wait(self) -> Sequence[CallSink]:
+        """Wait for sinks that have contents. A signal handler may raise meanwhile."""
+        return self._woken.get()
+
+
+class ProgressBar:
+    """Shows the number of finished samples and the tokens per second.
+
+    Args:
+        requests: The requests to count.
+        make: Makes the bar; may be a function of the user.
+    """
+
+    def __init__(self, requests: Sequence[RequestState], make: Callable[..., tqdm]):
+        self._num_input = self._num_output = 0
+        self._bar = make(
+            total=sum(len(request.samples) for request in requests),
+            desc="Processed prompts",
+            dynamic_ncols=True,
+            postfix="est. speed input: 0.00 toks/s, output: 0.00 toks/s",
+        )
+
+    def count(self, request: RequestState) -> None:
+        """Count a request that has finished."""
+        bar, count = self._bar, len(request.samples)
+        self._num_input += len(request.prompt_token_ids) * count
+        self._num_output += sum(sample.sequence.num_output_tokens for sample in request.samples)
+        elapsed = max(bar.format_dict["elapsed"], 1e-9)
+        bar.postfix = (
+            f"est. speed input: {self._num_input / elapsed:.2f} toks/s, output: {self._num_output / elapsed:.2f} toks/s"
+        )
+        bar.update(count)
+
+    def close(self) -> None:
+        """Stop updating the bar."""
+        self._bar.close()
+
+
+class Calls:
+    """Runs requests on a loop that steps on demand, and waits for them. Thread-safe.
+
+    An exception, such as the KeyboardInterrupt of Ctrl-C while a call waits, ends the call and its requests only.
+
+    Args:
+        loop: Steps the engine.
+        prepare: See ``Prepare``.
+        with_metrics: Whether outputs have ``metrics``.
+    """
+
+    def __init__(self, loop: Loop, prepare: Prepare, with_metrics: bool):
+        self._loop = loop
+        self._prepare = prepare
+        self._with_metrics = with_metrics
+
+    def pool(self, inputs: Sequence[Request], use_tqdm: bool | Callable[..., tqdm]) -> list[PoolingRequestOutput]:
+        """Return the embeddings of prompts.
+
+        Raises:
+            RequestError: A prompt is invalid; no prompt has run.
+            RequestFailedError: An embedding has non-finite values.
+        """
+        outputs = self.run(inputs, use_tqdm)
+        for index, output in enumerate(outputs):
+            if output.error is not None:
+                raise RequestFailedError(f"prompt {index}: {output.error}")
+        return [PoolingRequestOutput.of(output) for output in outputs]
+
+    def run(self, inputs: Sequence[Request], use_tqdm: bool | Callable[..., tqdm] = False) -> list[RequestOutput]:
+        """Run all prompts to completion; return their outputs in order.
+
+        Raises:
+            RequestError: A prompt is invalid; no prompt has run.
+        """
+        self._loop.check_outside()
+        requests = self._prepared(inputs)
+        caller = Caller()
+        sinks = [CallSink(caller, request) for request in requests]
+        metrics = "last" if self._with_metrics else "none"
+        streams = [Stream(sink, metrics=metrics, request=sink.request, is_read_whole=True) for sink in sinks]
+        bar: ProgressBar | None = None
+        try:
+            self._loop.begin(streams)
+            if use_tqdm:
+                bar = ProgressBar(requests, tqdm if use_tqdm is True else use_tqdm)
+            num_open = len(sinks)
+            while num_open:
+                for sink in caller.wait():
+                    num_open -= 1
+                    if bar is not None:
+                        bar.count(sink.request)
+            return [self._taken(sink) for sink in sinks]
+        except BaseException:
+            self._loop.drop_all(streams)
+            raise
+        finally:
+            if bar is not None:
+                bar.close()
+
+    def stream(self, prompt: Request) -> Generator[RequestOutput, None, None]:
+        """Yield the outputs of one request as they arrive; closing the generator aborts the request.
+
+        The request runs only while the caller waits for the next output, or other requests run.
+        """
+        self._loop.check_outside()
+        (request,) = self._prepared([prompt])
+        sink = CallSink(Caller(), request)
+        stream = Stream(sink, request=request, metrics="all" if self._with_metrics else "none")
+        try:
+            self._loop.begin([stream])
+            while True:
+                while not sink.contents:
+                    sink.readers.wait()
+                output = self._taken(sink)
+                yield output
+                if output.finished:
+                    return
+                if not sink.contents:
+                    self._loop.want(stream)
+        finally:
+            if not request.is_finished():
+                self._loop.drop_all([stream])
+
+    def _prepared(self, inputs: Sequence[Request]) -> list[RequestState]:
+        """Prepare requests and wait for their grammars."""
+        arrival_s = time.monotonic()
+        requests: list[RequestState] = []
+        for index, prompt in enumerate(inputs):
+            try:
+                requests.append(self._prepare(prompt, arrival_s))
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}") from error
+        for index, request in enumerate(requests):
+            try:
+                if request.grammar is not None:
+                    request.grammar.result()
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}") from error
+        return requests
+
+    def _taken(self, sink: CallSink) -> RequestOutput:
+        """Take the next output of a request; one that has failed gets its error in the output."""
+        content = sink.contents.popleft()
+        if not isinstance(content, BaseException):
+            return content
+        if sink.request.error is None:
+            raise content
+        return sink.request.output(self._with_metrics)
