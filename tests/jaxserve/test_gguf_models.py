@@ -421,7 +421,7 @@ MIXES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, tuple[str,
         "deepseek2",
         {
             **{**FAMILIES["deepseek v3"][0], **WIDE},
-            **{"moe_intermediate_size": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 32},
+            **{"moe_intermediate_size": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 32, "head_dim": 8},
         },
         {
             **FAMILIES["deepseek v3"][1],
