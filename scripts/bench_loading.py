@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.measure is not None:
         print(json.dumps(_measure(options.measure, options.repetitions)))
         return
-    print("| format | native, GB/s | NumPy, GB/s | memory above the arrays, MB |\n|---|---|---|---|")
+    print("| format | native, GB/s | NumPy, GB/s | memory above the arrays, MB |\n|---|---|---|---|", flush=True)
     for name in options.formats:
         with tempfile.TemporaryDirectory() as folder:
             path = FORMATS[name](Path(folder), options.size)
