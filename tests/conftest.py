@@ -46,8 +46,6 @@ check_shapes(REPOSITORY)
 from jaxserve.api.config import EngineConfig  # noqa: E402  (after what checks it)
 
 NUM_CPU_DEVICES = 8
-MAX_MAPPINGS = 15_000
-_MAPPINGS = Path("/proc/self/maps")
 
 jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
 # Both workers, and later runs, load a program that was compiled once. JAX reports a load like a compilation, so that
@@ -126,15 +124,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _unload_programs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Unload a file's compiled programs where many are loaded: each takes several memory mappings, and Linux allows a
-    process 65,530. To collect garbage after every file takes a tenth of the time of all tests."""
+    """Unload a file's compiled programs: each takes several memory mappings, and Linux allows a process 65,530."""
     yield
     for value in vars(request.module).values():
         if isinstance(value, functools._lru_cache_wrapper):
             value.cache_clear()
-    if not _MAPPINGS.exists() or _MAPPINGS.read_bytes().count(b"\n") > MAX_MAPPINGS:
-        jax.clear_caches()
-        gc.collect()
+    jax.clear_caches()
+    gc.collect()
 
 
 _LOGGER = logging.getLogger("jaxserve")
