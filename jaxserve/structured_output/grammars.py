@@ -160,7 +160,7 @@ class DeferredConstraint:
 
     def _compiled(self) -> GrammarConstraint:
         if self._constraint is None:
-            assert self._grammar.done(), "Engine.enqueue waits for the grammar"
+            assert self._grammar.done(), "a request is enqueued once its grammar is compiled"
             self._constraint = self._grammar.result().constraint()
         return self._constraint
 

@@ -94,8 +94,7 @@ class Run:
         states = []
         for index, some in enumerate(params):
             request = parse_prompt(PROMPT + " abc"[: (some.seed or 0) % 4], some)
-            states.append(self.engine.prepare(dataclasses.replace(request, request_id=str(index))))
-            self.engine.enqueue(states[-1])
+            states.append(self.engine.submit(dataclasses.replace(request, request_id=str(index))))
         while self.engine.num_unfinished:
             self.engine.step()
         replica = self.engine.replicas[0]
