@@ -4,8 +4,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import grpc
-
 from jaxserve.client.channel import BlockingConnection
 from jaxserve.server.proto.jaxserve.v1 import admin_pb2, admin_pb2_grpc
 
@@ -16,7 +14,7 @@ class AdminClient(BlockingConnection):
     A server with API keys needs one of scope ``admin``.
     """
 
-    def _open(self, channel: grpc.Channel) -> None:
+    def _open(self, channel: Any) -> None:
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
 
     def load(self) -> admin_pb2.GetLoadResponse:

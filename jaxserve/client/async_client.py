@@ -6,13 +6,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
-import grpc
-import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.api.errors import JaxserveError
 from jaxserve.api.outputs import RequestOutput
-from jaxserve.client.channel import call_metadata, open_async_channel
+from jaxserve.client.channel import Connection, open_async_channel
 from jaxserve.client.failures import errors_of_calls
 from jaxserve.client.requests import (
     ConversationOptions,
@@ -45,7 +43,7 @@ from jaxserve.server.proto.jaxserve.v1 import (
 )
 
 
-class AsyncClient:
+class AsyncClient(Connection):
     """Calls a server; methods and errors are those of ``Client``.
 
     Create it inside its event loop. To stop a stream early use ``contextlib.aclosing``, or cancel the reading task.
@@ -57,17 +55,9 @@ class AsyncClient:
         timeout_s: Seconds after which a call times out; None for no limit.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        api_key: str | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        timeout_s: float | None = None,
-    ):
-        self._how: dict[str, Any] = {"metadata": call_metadata(api_key), "timeout": timeout_s}
-        self._channel = open_async_channel(target, credentials)
-        channel: Any = self._channel
+    _open_channel = staticmethod(open_async_channel)
+
+    def _open(self, channel: Any) -> None:
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         self._tokenization: Any = tokenization_pb2_grpc.TokenizationServiceStub(channel)
         self._models: Any = model_pb2_grpc.ModelServiceStub(channel)

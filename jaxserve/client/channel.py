@@ -49,8 +49,8 @@ def call_metadata(api_key: str | None) -> Metadata:
     return (("authorization", f"Bearer {key}"),)
 
 
-class BlockingConnection(abc.ABC):
-    """A connection for programs with threads, and a context manager that closes it.
+class Connection(abc.ABC):
+    """A connection to a server.
 
     Args:
         target: ``host:port`` of the server's listener.
@@ -68,12 +68,23 @@ class BlockingConnection(abc.ABC):
         timeout_s: float | None = None,
     ):
         self._how: dict[str, Any] = {"metadata": call_metadata(api_key), "timeout": timeout_s}
-        self._channel = open_channel(target, credentials)
+        self._channel = self._open_channel(target, credentials)
         self._open(self._channel)
 
+    @staticmethod
     @abc.abstractmethod
-    def _open(self, channel: grpc.Channel) -> None:
+    def _open_channel(target: str, credentials: grpc.ChannelCredentials | None) -> Any:
+        """Open the channel to the server."""
+
+    @abc.abstractmethod
+    def _open(self, channel: Any) -> None:
         """Make the stubs of the services that are called."""
+
+
+class BlockingConnection(Connection):
+    """A connection for programs with threads, and a context manager that closes it."""
+
+    _open_channel = staticmethod(open_channel)
 
     def close(self) -> None:
         """Close the connection and abort its calls."""

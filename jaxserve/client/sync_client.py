@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxserve.api.outputs import RequestOutput
@@ -54,7 +53,7 @@ class Client(BlockingConnection):
         timeout_s: Seconds after which a call times out; None for no limit.
     """
 
-    def _open(self, channel: grpc.Channel) -> None:
+    def _open(self, channel: Any) -> None:
         self._generation: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         self._tokenization: Any = tokenization_pb2_grpc.TokenizationServiceStub(channel)
         self._models: Any = model_pb2_grpc.ModelServiceStub(channel)
