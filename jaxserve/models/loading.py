@@ -202,8 +202,9 @@ def _open(directory: Path, model: AbstractModel, listings: Listings, load_format
     if load_format == "dummy":
         return DummyReader(model.listings[0])
     reader = open_checkpoint(directory, listings, load_format)
-    if isinstance(reader, QuantizedReader):
-        reader.decode = decode
+    quantized = quantized_in(reader)
+    if quantized is not None:
+        quantized.decode = decode
     return reader
 
 
