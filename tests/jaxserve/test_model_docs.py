@@ -1,9 +1,5 @@
 """The lists of architectures and formats in the documents, and those of ``jaxserve models``, are the registries'."""
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
 from checkpoints.quantized.gguf_architectures import ARCHITECTURES
@@ -11,22 +7,13 @@ from checkpoints.quantized.registry import DESCRIPTIONS, FORMATS
 from jaxserve.cli import main
 from jaxserve.lab.models import gguf_names
 from jaxserve.models.registry import FAMILIES
+from scripts.make_model_docs import ROOT, SECTIONS, updated
 
 
-@pytest.fixture(scope="module")
-def script(repository: Path) -> ModuleType:
-    """The script that writes the documents."""
-    spec = importlib.util.spec_from_file_location("make_model_docs", repository / "scripts/make_model_docs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_documents_are_current(script: ModuleType) -> None:
-    for document in script.SECTIONS:
-        text = (script.ROOT / document).read_text()
-        assert text == script.updated(document), f"{document} is stale: run python scripts/make_model_docs.py"
+def test_the_documents_are_current() -> None:
+    for document in SECTIONS:
+        text = (ROOT / document).read_text()
+        assert text == updated(document), f"{document} is stale: run python scripts/make_model_docs.py"
 
 
 def test_every_format_and_architecture_is_described() -> None:
