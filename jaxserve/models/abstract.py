@@ -115,18 +115,20 @@ class AbstractModel(NamedTuple):
 def _names(whole: CausalLM, logical: Mapping[str, LogicalParam]) -> tuple[Mapping[str, str], ...]:
     """Return the names that tensors have in each form of checkpoints, where they differ from the recipes'.
 
-    A checkpoint saved without the head leaves the prefix out, and one whose head is the embedding may have the shared
-    tensor under the head's name.
+    A checkpoint whose head is the embedding may have the shared tensor under the head's name.
     """
-    prefix = whole.optional_prefix
     sources = [name for param in logical.values() for name, _ in param.recipe.sources]
-    short = {name: name.removeprefix(prefix) for name in sources if prefix and name.startswith(prefix)}
-    forms: list[dict[str, str]] = [{}, short]
+    named = {source: whole.names_of(source) for source in sources}
+    num_forms = len(whole.names_of(""))
+    forms = [
+        {source: names[form] for source, names in named.items() if names[form] != source} for form in range(num_forms)
+    ]
     if whole.head is None and whole.config.has_head:
         assert whole.embed is not None
         recipe: TensorRecipe = whole.embed.weight.get_metadata()["recipe"]
         ((embedding, _),) = recipe.sources
-        forms += [{**form, embedding: head} for head in whole.head_names for form in forms[:2]]
+        heads = [whole.names_of(head) for head in whole.head_names]
+        forms += [{**forms[index], embedding: names[index]} for names in heads for index in range(num_forms)]
     return tuple(forms)
 
 
