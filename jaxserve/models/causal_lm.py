@@ -208,7 +208,7 @@ class CausalLM(nnx.Module):
             x, rotations = map_rows(self._embed, (batch.tokens, positions, lengths), num_tokens, settings.row_tile)
         else:
             rotations = map_rows(self._rotations, (positions, lengths), num_tokens, settings.row_tile)
-        return x, tuple(AttentionInputs(table, num_tokens, rotations) for table in batch.attention)
+        return x, tuple(AttentionInputs(table, num_tokens, positions, rotations) for table in batch.attention)
 
     def through(
         self,

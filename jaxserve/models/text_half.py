@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from jaxserve.models.hf_decoder import class_sizes
+
 _OF_WHOLE: Final = (
     "architectures",
     "dtype",
@@ -50,59 +52,43 @@ class TextHalf(NamedTuple):
         Args:
             patterns: Those that the language model ignores, in its own names.
         """
-        own = (r"(model\.)?(language_model\.)?(model\.)?" + pattern.removeprefix(r"model\.") for pattern in patterns)
+        own = (
+            r"(model\.)?(language_model\.)?(model\.)?" + pattern.removeprefix(r"model\.").removeprefix(r"(model\.)?")
+            for pattern in patterns
+        )
         return (*own, *(rf"(model\.)?{re.escape(module)}\..*" for module in self.others))
 
 
-def _sizes(vocab: int, hidden: int, ffn: int, layers: int, heads: int, positions: int, **others: Any) -> dict[str, Any]:
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "max_position_embeddings": positions,
-        **others,
-    }
-
-
 _VISION: Final = ("vision_tower", "multi_modal_projector")
-_QWEN2_VL: Final = _sizes(
-    152064,
-    8192,
-    29568,
-    80,
-    64,
-    32768,
-    num_key_value_heads=8,
-    rms_norm_eps=1e-5,
-    rope_theta=1e6,
-    max_window_layers=80,
-    bos_token_id=151643,
-    eos_token_id=151645,
-)
-_QWEN3_VL: Final = _sizes(
-    151936, 4096, 22016, 32, 32, 128000, num_key_value_heads=32, head_dim=128, rope_theta=500000.0
-)
-_QWEN3_VL_MOE: Final = _sizes(
-    151936,
-    2048,
-    5632,
-    24,
-    16,
-    128000,
-    num_key_value_heads=16,
-    rope_theta=500000.0,
-    moe_intermediate_size=1408,
-    num_experts_per_tok=4,
-    num_experts=60,
-    norm_topk_prob=True,
-)
+_QWEN2_VL: Final = {
+    **class_sizes(152064, 8192, 29568, 80, 64, 32768),
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "max_window_layers": 80,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+_QWEN3_VL: Final = {
+    **class_sizes(151936, 4096, 22016, 32, 32, 128000),
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "rope_theta": 500000.0,
+}
+_QWEN3_VL_MOE: Final = {
+    **class_sizes(151936, 2048, 5632, 24, 16, 128000),
+    "num_key_value_heads": 16,
+    "rope_theta": 500000.0,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "norm_topk_prob": True,
+}
 TEXT_HALVES: Final[Mapping[str, TextHalf]] = {
     "Gemma3ForConditionalGeneration": TextHalf(
         {"gemma3_text": "Gemma3ForCausalLM"},
         _VISION,
-        _sizes(262208, 2304, 9216, 26, 8, 131072, tie_word_embeddings=True),
+        {**class_sizes(262208, 2304, 9216, 26, 8, 131072), "tie_word_embeddings": True},
     ),
     **dict.fromkeys(
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
@@ -115,7 +101,7 @@ TEXT_HALVES: Final[Mapping[str, TextHalf]] = {
     "Mistral3ForConditionalGeneration": TextHalf(
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
         _VISION,
-        _sizes(32000, 4096, 14336, 32, 32, 131072),
+        class_sizes(32000, 4096, 14336, 32, 32, 131072),
     ),
     "Qwen2VLForConditionalGeneration": TextHalf({"qwen2_vl_text": "Qwen2ForCausalLM"}, ("visual",), _QWEN2_VL),
     "Qwen2_5_VLForConditionalGeneration": TextHalf({"qwen2_5_vl_text": "Qwen2ForCausalLM"}, ("visual",), _QWEN2_VL),

@@ -18,7 +18,7 @@ from jaxserve.models.gpt2 import GPT2Config
 from jaxserve.models.gpt_oss import GptOssConfig
 from jaxserve.models.hf_config import read_config_json
 from jaxserve.models.hf_decoder import ACTIVATIONS
-from jaxserve.models.olmo2 import Olmo2Layer
+from jaxserve.models.olmo2 import PostNormLayer
 from jaxserve.models.registry import Family, config_from_hf, family, supported_architectures
 
 SIZES: dict[str, Any] = {
@@ -165,7 +165,7 @@ def test_what_only_some_families_have() -> None:
     assert norms.pop("Qwen3ForCausalLM") == {"head"}
     assert norms.pop("Olmo2ForCausalLM") == {"width"}
     assert all(norm == {"none"} for norm in norms.values())
-    assert [name for name, found in layers.items() if isinstance(found[0], Olmo2Layer)] == ["Olmo2ForCausalLM"]
+    assert [name for name, found in layers.items() if isinstance(found[0], PostNormLayer)] == ["Olmo2ForCausalLM"]
 
 
 @pytest.mark.parametrize(
