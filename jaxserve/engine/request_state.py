@@ -138,12 +138,12 @@ class Sample:
         return self._output(0, text, logprobs, failed)
 
     def take(self, failed: bool = False) -> CompletionOutput | None:
-        """Return the delta since the last ``take``, or None if it is empty, at the cost of the delta only."""
+        """Return the delta since the last ``take``, or None if it is too short, at the cost of the delta only."""
         start, is_finished = self.num_returned, self.sequence.finish_reason is not None
-        self.num_returned = self.sequence.num_output_tokens
-        if start == self.num_returned and (self.has_returned_reason or not is_finished):
+        least = self.sequence.request.stream_interval if start else 1
+        if self.sequence.num_output_tokens - start < least and (self.has_returned_reason or not is_finished):
             return None
-        self.has_returned_reason = is_finished
+        self.num_returned, self.has_returned_reason = self.sequence.num_output_tokens, is_finished
         text = "" if self.detokenizer is None else self.detokenizer.take()
         return self._output(start, text, None if self.logprobs is None else self.logprobs[start:], failed)
 
@@ -230,7 +230,8 @@ class RequestState:
         """Return the next output of the request's output kind; None if there is none yet.
 
         CUMULATIVE is everything so far; FINAL_ONLY the same, once the request has finished. DELTA is the addition since
-        the last call: samples without new tokens are omitted, finish reasons and prompt logprobs are returned once.
+        the last call: samples with too few new tokens (``Request.stream_interval``) are omitted, finish reasons and
+        prompt logprobs are returned once.
 
         Raises:
             Exception: As in ``output``.

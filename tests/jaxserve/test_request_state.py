@@ -163,6 +163,23 @@ def test_a_delta_holds_what_is_new_and_leaves_out_samples_without_news(byte_leve
     assert request.next_output() is None
 
 
+def test_an_interval_holds_tokens_back_but_for_the_first_and_the_last(byte_level: Tokenizer) -> None:
+    request = make_request(byte_level, SamplingParams(output_kind=DELTA))
+    for sample in request.samples:
+        sample.sequence.request = dataclasses.replace(request.request, stream_interval=3)
+    tokens = byte_level.encode("abcdefghi")
+    found: list[list[int]] = []
+    for token in tokens:
+        give(request, (0, token))
+        output = request.next_output()
+        if output is not None:
+            found.append(output.outputs[0].token_ids)
+    end(request)
+    output = request.next_output()
+    assert output is not None
+    assert [*found, output.outputs[0].token_ids] == [tokens[:1], tokens[1:4], tokens[4:7], tokens[7:]]
+
+
 def test_a_whole_output_can_be_had_beside_deltas(byte_level: Tokenizer) -> None:
     """What ``LLM.generate`` returns does not depend on the kind that was asked for."""
     request = make_request(byte_level, SamplingParams(output_kind=DELTA))
