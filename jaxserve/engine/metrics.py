@@ -10,7 +10,7 @@ from jaxserve.api.metric_types import Counter, Distribution, Gauge, Metric
 from jaxserve.api.outputs import FinishReason
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState
-from jaxserve.scheduling.plan_draft import Completion
+from jaxserve.scheduling.step import Step
 
 PREFIX = "jaxserve:"
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
@@ -67,24 +67,17 @@ class EngineMetrics:
         }
         self._distributions = {name: Distribution(name, limits) for name, limits in bounds.items()}
 
-    def stepped(
-        self,
-        completion: Completion,
-        now: float,
-        started: Sequence[RequestState],
-        pooled: Sequence[RequestState],
-    ) -> None:
+    def stepped(self, step: Step, started: Sequence[RequestState], pooled: Sequence[RequestState]) -> None:
         """Count the results of a step.
 
         Args:
-            completion: The results.
-            now: Their time, in seconds of ``time.monotonic()``.
+            step: The completed step.
             started: Requests that got their first token.
             pooled: Requests that the step pooled.
         """
-        for previous_s, count in collections.Counter(completion.previous_s).items():
-            self._distributions["inter_token_latency_seconds"].observe(now - previous_s, count)
-        num_tokens = completion.num_tokens
+        for previous_s, count in collections.Counter(step.previous_s).items():
+            self._distributions["inter_token_latency_seconds"].observe(step.completed_s - previous_s, count)
+        num_tokens = step.num_new_tokens
         self._generation_tokens += num_tokens
         for request in (*started, *pooled):
             num_prompt_tokens = len(request.prompt_token_ids)
@@ -92,7 +85,7 @@ class EngineMetrics:
             self._prompt_tokens += num_prompt_tokens
             self._cached_tokens += request.num_cached_tokens or 0
         for request in started:
-            self._distributions["time_to_first_token_seconds"].observe(now - request.arrival_s)
+            self._distributions["time_to_first_token_seconds"].observe(step.completed_s - request.arrival_s)
         if num_tokens:
             self._distributions["iteration_tokens_total"].observe(num_tokens)
 

@@ -3,24 +3,15 @@
 import collections
 import collections.abc
 import time
-from typing import NamedTuple
 
 from jaxserve.device.runner_interface import Runner, StepResult
 from jaxserve.scheduling.pipeline import num_idle_stages
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.step import Step
 
 _NO_PLAN = StepPlan(-1, same_rows_as=-1)
 """Plan of a lane without work in a step."""
-
-
-class LaneResult(NamedTuple):
-    """What a step did in one lane, and when its results arrived, in seconds of ``time.monotonic()``."""
-
-    completion: Completion
-    result: StepResult
-    now: float
 
 
 class Replica:
@@ -87,7 +78,7 @@ class Replica:
         self.num_steps += 1
         return True
 
-    def collect(self, is_last: bool) -> list[LaneResult]:
+    def collect(self, is_last: bool) -> list[tuple[Step, StepResult]]:
         """Complete the oldest step if ``depth`` steps are in flight or ``is_last``; return what it did in each lane."""
         if not self._in_flight or (not is_last and len(self._in_flight) < self._depth):
             return []
@@ -98,7 +89,7 @@ class Replica:
         results = self.runner.collect()
         now = time.monotonic()
         return [
-            LaneResult(scheduler.complete(plan, result.tokens, result.errors, now), result, now)
+            (scheduler.complete(plan, result.tokens, result.errors, now), result)
             for scheduler, plan, result in zip(self.schedulers, plans, results, strict=True)
             if plan is not None
         ]

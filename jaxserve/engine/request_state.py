@@ -14,8 +14,8 @@ from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.endings import shown_end
-from jaxserve.scheduling.plan_draft import ScoredChunk
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step import ScoredChunk
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.text_offsets import TextOffsets
 from jaxserve.text.tokenizer import Tokenizer

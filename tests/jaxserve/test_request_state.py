@@ -16,8 +16,8 @@ from jaxserve.api.request import Request
 from jaxserve.engine.request_state import RequestState, Sample, logprob_entry, sample_entry
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.endings import Ending, find_stop_string
-from jaxserve.scheduling.plan_draft import ScoredChunk
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step import ScoredChunk
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer
 
