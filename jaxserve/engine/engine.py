@@ -244,7 +244,9 @@ class Engine:
             changed |= dict.fromkeys(self._add_prompt_logprobs(step, result))
         if result.logprobs is not None:
             self._score(step, result.logprobs)
-        started = self._note_first_tokens(step) if step.started else []
+        # The first of a request's sequences, which the others follow, gets the first token.
+        firsts = (requests.get(sequence.request.request_id) for sequence in step.started if not sequence.index)
+        started = [request for request in firsts if request is not None]
         pooled = self._add_vectors(step, result) if step.pooled else []
         self._metrics.stepped(step, started, pooled)
         for sequence in step.finished:
@@ -289,14 +291,6 @@ class Engine:
                 sample.score(first, scores)
             except BaseException as error:
                 self._fail_alone(request, own_failure(error))
-
-    def _note_first_tokens(self, step: Step) -> list[RequestState]:
-        """Set the time of first tokens; return the requests that got theirs."""
-        requests = dict.fromkeys(self._requests.get(sequence.request.request_id) for sequence in step.started)
-        started = [request for request in requests if request is not None and request.first_token_s is None]
-        for request in started:
-            request.first_token_s = step.completed_s
-        return started
 
     def _add_vectors(self, step: Step, result: StepResult) -> list[RequestState]:
         """Finish the requests that a step has pooled, with their embeddings; return them."""

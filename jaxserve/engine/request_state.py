@@ -175,7 +175,6 @@ class RequestState:
         prompt_offsets: Where the prompt's tokens begin in its text; None without text or logprobs of the prompt.
         grammar: The compiled structured output.
         lane: Index of the scheduler that runs it.
-        first_token_s: When its first token arrived.
         finished_s: When a pooling request finished.
         error: Why it failed: then its samples have the finish reason "error".
         embedding: The vector of a pooling request.
@@ -193,7 +192,6 @@ class RequestState:
     prompt_offsets: list[int] | None = None
     grammar: concurrent.futures.Future[Any] | None = None
     lane: int = 0
-    first_token_s: float | None = None
     finished_s: float | None = None
     error: RequestError | None = None
     embedding: list[float] | None = None
@@ -208,6 +206,11 @@ class RequestState:
     def request_id(self) -> str:
         """Name of the request."""
         return self.request.request_id
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When its first token arrived, that of the sample which the others follow; None before."""
+        return self.samples[0].sequence.first_token_s or None
 
     def is_finished(self) -> bool:
         """Whether every sample has finished."""

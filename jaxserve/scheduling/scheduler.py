@@ -162,6 +162,7 @@ class Scheduler:
                 step.previous_s.append(sequence.last_token_s)
             else:
                 step.started.append(sequence)
+                sequence.first_token_s = now
             sequence.last_token_s = now
             sequence.num_pending -= len(new)
             token, token_ids, num_before = new[0], sequence.token_ids, len(sequence.token_ids)

@@ -50,10 +50,9 @@ def step(metrics: EngineMetrics, now: float, *rows: tuple[RequestState, int]) ->
             previous_s.append(sequence.last_token_s)
         else:
             first.append(sequence)
+            sequence.first_token_s = now
+            started += [] if sequence.index else [request]
         sequence.last_token_s = now
-        if request.first_token_s is None:
-            request.first_token_s = now
-            started.append(request)
     done = Step(StepPlan(0), [], 9, 9, 9, sampled, completed_s=now)
     done.started, done.previous_s, done.num_new_tokens = first, previous_s, len(rows)
     metrics.stepped(done, started, ())

@@ -65,12 +65,11 @@ def give(
     request: RequestState, *tokens: tuple[int, int], now: float = 3.0, scores: TokenLogprobs | None = None
 ) -> None:
     """One step in which samples, by their index, get a token each; they end as the scheduler would end them."""
-    request.first_token_s = request.first_token_s or now
     for row, (index, token) in enumerate(tokens):
         sample = request.samples[index]
         sequence = sample.sequence
         sequence.token_ids.append(token)
-        sequence.last_token_s = now
+        sequence.first_token_s, sequence.last_token_s = sequence.first_token_s or now, now
         ending = Ending("stop", sequence.stop_ids[token]) if token in sequence.stop_ids else None
         if sequence.stop_strings is not None:
             ending = find_stop_string(sequence, 1, ending)
