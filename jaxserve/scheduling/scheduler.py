@@ -150,6 +150,7 @@ class Scheduler:
             step.scored, step.pooled = step.scored_rows(), self._end_pooled(step.pooled_rows())
         if plan.has_drafts:
             drop_rejected(step, tokens, self.pages)
+        sampled, previous_s, num_more = step.sampled, step.previous_s, 0
         for sequence, num_samples, new in zip(step.sequences, plan.num_samples, tokens, strict=True):
             if not num_samples or sequence.finish_reason is not None:
                 continue
@@ -157,22 +158,24 @@ class Scheduler:
                 sequence.num_pending -= 1
                 self._end(sequence, Ending("error", error=sequence.error), step.finished)
                 continue
-            step.sampled.append(sequence)
+            sampled.append(sequence)
             if sequence.last_token_s:
-                step.previous_s.append(sequence.last_token_s)
+                previous_s.append(sequence.last_token_s)
             else:
                 step.started.append(sequence)
                 sequence.first_token_s = now
             sequence.last_token_s = now
             sequence.num_pending -= len(new)
-            token, token_ids, num_before = new[0], sequence.token_ids, len(sequence.token_ids)
-            if len(new) == 1 and num_before + 1 < sequence.next_check and token not in sequence.stop_ids:
+            token, token_ids = new[0], sequence.token_ids
+            if len(new) == 1 and len(token_ids) + 1 < sequence.next_check and token not in sequence.stop_ids:
                 token_ids.append(token)
                 if sequence.stop_strings is not None:
                     self._end(sequence, find_stop_string(sequence, 1, None), step.finished)
             else:
+                num_before = len(token_ids)
                 self._end(sequence, self._append(sequence, new), step.finished)
-            step.num_new_tokens += len(token_ids) - num_before
+                num_more += len(token_ids) - num_before - 1
+        step.num_new_tokens = len(sampled) + num_more
         return step
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
