@@ -19,7 +19,7 @@ from checkpoints.quantized.gguf_names import Source, architecture_of, scale_of, 
 from checkpoints.quantized.gguf_types import GgufType
 from checkpoints.quantized.planes import Planes
 from checkpoints.quantized.reader import QuantizedReader
-from checkpoints.reader import CheckpointReader, ClosingReader
+from checkpoints.reader import BaseReader, CheckpointReader
 from checkpoints.tensor_info import Index, TensorInfo, index_bounds, whole_index
 
 
@@ -62,7 +62,7 @@ def _factors(files: GgufFiles, sources: Mapping[str, Source]) -> dict[str, np.nd
     return found
 
 
-class RenamedReader(ClosingReader):
+class RenamedReader(BaseReader):
     """Shows the tensors of a file with Hugging Face's names and shapes, and rows in their order.
 
     Args:
