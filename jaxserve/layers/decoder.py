@@ -82,7 +82,7 @@ class DecoderLayer(nnx.Module, ABC):
         """Run the layer."""
         num_tokens, tile = inputs.num_tokens, settings.row_tile
         query, pools = self._written(x, pools, inputs, settings)
-        attended = self.attention.attend(query, pools, inputs.batch, settings)
+        attended = self.attention.attend(self.attention.scaled(query, inputs), pools, inputs.batch, settings)
         used = num_tokens if tile is None else None
         if not settings.counts_expert_tokens:
             after = partial(self.after_attention, num_rows=used)

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.attention import Attention
@@ -38,6 +39,8 @@ class GroupedQueryAttention(Attention):
         has_sinks: Whether each query head has a sink (GPT-OSS).
         norm_eps: Epsilon of that norm.
         norm_offset: Offset of its weight.
+        paired_dim: Features of a head that rotate in pairs (2 i, 2 i + 1) in checkpoints; they are stored with the even
+            ones first, so that they rotate as all others do, (i, i + half). 0: they are in this order.
         options: Further options of ``Attention``.
     """
 
@@ -59,6 +62,7 @@ class GroupedQueryAttention(Attention):
         has_sinks: bool = False,
         norm_eps: float = 1e-6,
         norm_offset: float = 0.0,
+        paired_dim: int = 0,
         **options: Any,
     ):
         super().__init__(num_heads, num_kv_heads, head_dim, scope=scope, **options)
@@ -77,6 +81,7 @@ class GroupedQueryAttention(Attention):
             mesh_axis=self.mesh_axis,
             bias=qkv_bias,
             scope=scope,
+            order=self._order(paired_dim) if paired_dim else None,
         )
         self.out = RowParallelLinear(
             q_width,
@@ -97,6 +102,15 @@ class GroupedQueryAttention(Attention):
             self.q_norm = RMSNorm(q_width, eps=norm_eps, scope=q_scope, axis="q_heads", unit=head_dim)
             k_scope = k_scope.over(self.kv_axis)
             self.k_norm = RMSNorm(kv_width, eps=norm_eps, scope=k_scope, axis="kv_heads", unit=head_dim)
+
+    def _order(self, paired_dim: int) -> tuple[int, ...]:
+        """Return the indices of each device's rows with the even features of each query and key before the odd ones."""
+        head = np.arange(self.head_dim)
+        head[:paired_dim] = np.concatenate([np.arange(0, paired_dim, 2), np.arange(1, paired_dim, 2)])
+        num_rotated = self.num_heads + self.num_kv_heads
+        rows = np.arange((num_rotated + self.num_kv_heads) * self.head_dim).reshape(-1, self.head_dim)
+        rows[:num_rotated] = rows[:num_rotated, head]
+        return tuple(rows.reshape(-1).tolist())
 
     @property
     def has_fused_norms(self) -> bool:

@@ -65,6 +65,9 @@ class ModelConfig(ABC):
         tie_embeddings: Whether the head is the embedding.
         has_head: Whether the model computes logits; without a head it only embeds, and its head is the embedding.
         dtype: Element type that the checkpoint declares.
+        multimodal: Class of the multimodal checkpoint that this is the language model of; None for a language model.
+        may_share_head: Whether a checkpoint without a tensor of the head shares that of the embedding, although
+            ``tie_embeddings`` is false, because its config does not say.
     """
 
     architecture: str
@@ -79,3 +82,5 @@ class ModelConfig(ABC):
     tie_embeddings: bool = False
     has_head: bool = True
     dtype: str = "float32"
+    multimodal: str | None = None
+    may_share_head: bool = False

@@ -46,6 +46,7 @@ class ExpertNames(NamedTuple):
         is_transposed: Whether the projections' weights are ``[in, out]``.
         is_interleaved: Whether the one module of gate and up has a row of gate, one of up, and so on.
         biases: Tensors [experts, out] of the biases of ``gate_up`` and ``down``; None for none.
+        correction: Tensor of the bias for the choice; None: the router's ``e_score_correction_bias``.
     """
 
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
@@ -55,6 +56,7 @@ class ExpertNames(NamedTuple):
     is_transposed: bool = False
     is_interleaved: bool = False
     biases: tuple[str, str] | None = None
+    correction: str | None = None
 
 
 DEFAULT_NAMES: Final = ExpertNames()
@@ -138,7 +140,7 @@ class SparseMLP(nnx.Module):
         self.splits = _splits(ffn_size, count, parallel)
         self.num_local = count // parallel.parts(self.experts_axis)
         self.router = replicated_linear(hidden_size, names.router, count, scope, bias=router_bias)
-        bias = whole(scope.at(names.router).at("e_score_correction_bias").module, (count,))
+        bias = whole(scope.at(names.correction or f"{names.router}.e_score_correction_bias").module, (count,))
         self.correction = vector(bias, "embed", scope, dtype="float32") if routing.is_corrected else None
         parts = parallel.parts(parallel.expert_ffn)
         build = partial(expert_weights, num_experts=count, experts_per_token=routing.experts_per_token)

@@ -123,7 +123,7 @@ class CausalLM(nnx.Module):
         self.head = head
         unused = () if head is not None else tuple(map(re.escape, head_names))
         self.ignored, self.optional_prefix = (*ignored, *unused), optional_prefix
-        self.head_names = head_names
+        self.head_names, self.prefixes = head_names, tuple[tuple[str, str], ...]()
         self.embedding_multiplier, self.logits_divisor = embedding_multiplier, logits_divisor
         self.logits_soft_cap = logits_soft_cap
         own = () if config.rope is None else (config.rope,)
@@ -143,6 +143,18 @@ class CausalLM(nnx.Module):
             self.position_embed = None
             if self.head is not None or not stage.is_last:
                 self.embed = None
+
+    def names_of(self, tensor: str) -> tuple[str, ...]:
+        """Return the names that a tensor has in each form of checkpoints, its own first.
+
+        A checkpoint that was saved without the head leaves ``optional_prefix`` out. One of a multimodal class has
+        another prefix in its place, and may have one before the head's name; see ``text_half.PREFIXES``.
+        """
+        prefix = self.optional_prefix
+        if prefix and tensor.startswith(prefix):
+            rest = tensor.removeprefix(prefix)
+            return (tensor, rest, *(inner + rest for inner, _ in self.prefixes))
+        return (tensor, tensor, *(head + tensor for _, head in self.prefixes))
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -196,7 +208,7 @@ class CausalLM(nnx.Module):
             x, rotations = map_rows(self._embed, (batch.tokens, positions, lengths), num_tokens, settings.row_tile)
         else:
             rotations = map_rows(self._rotations, (positions, lengths), num_tokens, settings.row_tile)
-        return x, tuple(AttentionInputs(table, num_tokens, rotations) for table in batch.attention)
+        return x, tuple(AttentionInputs(table, num_tokens, positions, rotations) for table in batch.attention)
 
     def through(
         self,

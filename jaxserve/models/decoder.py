@@ -139,6 +139,12 @@ def build_mlp(config: DecoderConfig, scope: Scope, gate_up: Sequence[str] = ("ga
     return GatedMLP(*sizes, activation=config.activation, bias=config.mlp_bias, scope=scope, gate_up=gate_up)
 
 
+def extra_layers(first: int, count: int) -> tuple[str, ...]:
+    """Return regular expressions of the tensors of layers for multi-token prediction, which are not loaded."""
+    numbers = "|".join(map(str, range(first, first + count)))
+    return (rf"(model\.)?layers\.({numbers})\..*",) if count else ()
+
+
 def build_norm(config: DecoderConfig, scope: Scope) -> RMSNorm:
     """Build a norm over the hidden size."""
     return RMSNorm(config.hidden_size, eps=config.norm_eps, offset=config.norm_offset, scope=scope)

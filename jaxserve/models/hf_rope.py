@@ -110,13 +110,13 @@ def _read_long_rope(scaling: ConfigFields, rope: RopeConfig) -> RopeConfig:
 
 
 def _read_rope_kind(scaling: ConfigFields, defaults: RopeDefaults) -> RopeKind:
-    """Read ``rope_type``, formerly ``type``."""
+    """Read ``rope_type``, formerly ``type``; "mrope" rotates by three positions, which are equal in text."""
     per_layer_type = [name for name, value in scaling.raw.items() if isinstance(value, dict)]
     for name in per_layer_type:
         scaling.note(name, "expected one rotary embedding for all layers, got one for this type of layer")
     field = "rope_type" if scaling.is_given("rope_type") else "type"
     name = scaling.text(field, "default")
-    name = {"su": "longrope", **defaults.names}.get(name, name)
+    name = {"su": "longrope", "mrope": "default", **defaults.names}.get(name, name)
     for kind in _KINDS:
         if kind == name:
             return kind

@@ -49,6 +49,7 @@ LAYOUTS |= {f"context{n}": {"tensor_parallel_size": n, "layout": "context_parall
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
     f"ep{size}": {"tensor_parallel_size": size, "enable_expert_parallel": True} for size in (2, 4)
 }
+SIBLING_LAYOUTS = ("tp1", "tp2", "tp4", "dp2", "pp2", "ep2", "tp2-experts2-gather")
 EXPERT_MESHES = [(tensor, expert) for expert in range(2, 9) for tensor in (1, 2, 4) if tensor * expert <= 8]
 EXPERT_LAYOUTS |= {
     f"tp{tensor}-experts{expert}-{dispatch}": {
@@ -74,6 +75,7 @@ class Row:
         save: How the checkpoint is stored.
         fast: Layouts that run by default; the others are slow tests.
         num_experts: Number of experts, which runs on every layout that can split them.
+        is_sibling: Whether its layers are those of other rows, so that few layouts can tell more.
     """
 
     family: str
@@ -83,6 +85,13 @@ class Row:
     save: str = "safetensors"
     fast: tuple[str, ...] = ("tp2",)
     num_experts: int = 0
+    is_sibling: bool = False
+
+    @property
+    def layouts(self) -> list[str]:
+        """Layouts to run it on."""
+        own = [*LAYOUTS, *self.expert_layouts]
+        return [name for name in own if name in SIBLING_LAYOUTS] if self.is_sibling else own
 
     @property
     def expert_layouts(self) -> list[str]:
@@ -128,6 +137,7 @@ DEEPSEEK = {
     "num_key_value_heads": 8,
     "head_dim": 12,
 }
+GLM_MOE = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "num_nextn_predict_layers": 1}
 QWEN_MOE = {"num_experts_per_tok": 3, "moe_intermediate_size": 28}
 
 ROWS = {
@@ -250,6 +260,73 @@ ROWS = {
         family="DeepseekV3",
         raw=DEEPSEEK | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "rope_interleave": False},
         fast=("tp1",),
+    ),
+    "ministral3": Row(
+        family="Ministral3",
+        is_sibling=True,
+        raw=rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            beta_fast=6.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.5,
+        ),
+    ),
+    "olmo3": Row(
+        family="Olmo3",
+        is_sibling=True,
+        raw={"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": rope(
+                    "yarn",
+                    factor=4.0,
+                    original_max_position_embeddings=24,
+                    beta_fast=6.0,
+                    attention_factor=1.2,
+                )["rope_parameters"],
+            }
+        },
+    ),
+    "exaone4": Row(family="Exaone4", is_sibling=True, raw={"sliding_window": 9, "sliding_window_pattern": 3}),
+    "exaone4-full": Row(
+        family="Exaone4",
+        is_sibling=True,
+        raw={"sliding_window": None, "layer_types": ["full_attention"] * 3, "tie_word_embeddings": True},
+        seed=1,
+        fast=(),
+    ),
+    "seed-oss": Row(family="SeedOss", is_sibling=True, raw={"attention_out_bias": True}),
+    "glm4-moe": Row(
+        family="Glm4Moe",
+        is_sibling=True,
+        raw=GLM_MOE
+        | {"use_qk_norm": True, "attention_bias": True, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5},
+        fast=("tp2-experts2-gather",),
+        num_experts=6,
+    ),
+    "glm4-moe-air": Row(
+        family="Glm4Moe", is_sibling=True, raw=GLM_MOE | {"n_shared_experts": 2}, fast=(), num_experts=6
+    ),
+    "solar-open": Row(family="SolarOpen", is_sibling=True, raw=GLM_MOE, num_experts=6),
+    "glm4-moe-lite": Row(
+        family="Glm4MoeLite",
+        is_sibling=True,
+        raw={name: value for name, value in DEEPSEEK.items() if name != "first_k_dense_replace"},
+        num_experts=8,
+    ),
+    "minimax-m2": Row(
+        family="MiniMaxM2",
+        is_sibling=True,
+        raw={"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 6},
+        seed=1,
+        num_experts=6,
+    ),
+    "hy-v3": Row(
+        family="HYV3", is_sibling=True, raw=QWEN_MOE | {"num_experts": 6}, fast=("tp2-experts2-gather",), num_experts=6
     ),
     "granite-moe": Row(
         family="GraniteMoe",
@@ -381,7 +458,7 @@ def combinations() -> list[Any]:
     return [
         pytest.param(name, layout, marks=[] if layout in row.fast else [pytest.mark.slow], id=f"{name}-{layout}")
         for name, row in ROWS.items()
-        for layout in (*LAYOUTS, *row.expert_layouts)
+        for layout in row.layouts
     ]
 
 
