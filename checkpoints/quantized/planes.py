@@ -13,6 +13,62 @@ import numpy as np
 _WORD = 32
 
 
+class Fields(NamedTuple):
+    """Bit fields of bytes of a block: runs of bytes hold the lowest field of each, then the next field of each.
+
+    Attributes:
+        offset: The first byte.
+        width: Bits of a field; 0 if there are none.
+        run: Bytes of a run.
+    """
+
+    offset: int
+    width: int
+    run: int
+
+
+class Blocks(NamedTuple):
+    """How rows of blocks of bytes hold codes: a code is a low field, with a high one above it, minus the zero.
+
+    Attributes:
+        low: The low fields.
+        high: The high fields.
+        zero: Subtracted from each code.
+        num_bytes: Bytes of a block.
+        num_codes: Codes of a block.
+        first: Codes of the first block that do not belong to the box.
+        num_columns: Codes of a row of the box.
+    """
+
+    low: Fields
+    high: Fields = Fields(0, 0, 0)
+    zero: int = 0
+    num_bytes: int = 0
+    num_codes: int = 0
+    first: int = 0
+    num_columns: int = 0
+
+    def unpack(self, data: np.ndarray) -> np.ndarray:
+        """Return the codes of a box.
+
+        Args:
+            data: uint8 [R, bytes], whole blocks.
+
+        Returns:
+            int8 [R, num_columns].
+        """
+        blocks = data.reshape(-1, self.num_bytes)
+        codes = self._read(blocks, self.low)
+        if self.high.width:
+            codes |= self._read(blocks, self.high) << np.uint8(self.low.width)
+        codes -= np.uint8(self.zero)  # wraps
+        return codes.view(np.int8).reshape(len(data), -1)[:, self.first : self.first + self.num_columns]
+
+    def _read(self, blocks: np.ndarray, fields: Fields) -> np.ndarray:
+        end = fields.offset + self.num_codes * fields.width // 8
+        return bit_fields(blocks[:, fields.offset : end], fields.width, fields.run)
+
+
 class Planes(NamedTuple):
     """A box of a quantized matrix, not decoded.
 
@@ -20,13 +76,14 @@ class Planes(NamedTuple):
     some columns; a side without an index has one group for each row or column, or a single one for all.
 
     Attributes:
-        codes: [R, C], uint8 or int8.
+        codes: [R, C], uint8 or int8; or blocks that hold them.
         scales: [groups of rows, groups of columns], float32.
         zeros: float32 or integers, like the scales; None for none.
         biases: float32, like the scales; None for none.
         table: float32 value of each code; None: the codes are the values.
         rows: Group of each row, int [R], in the scales' first axis; None: see above.
         columns: Group of each column, int [C], in the scales' second axis.
+        blocks: How ``codes``, uint8 [R, bytes], holds the codes; None: it is the codes.
     """
 
     codes: np.ndarray
@@ -36,6 +93,12 @@ class Planes(NamedTuple):
     table: np.ndarray | None = None
     rows: np.ndarray | None = None
     columns: np.ndarray | None = None
+    blocks: Blocks | None = None
+
+    @property
+    def unpacked(self) -> "Planes":
+        """The planes with one code per byte."""
+        return self if self.blocks is None else self._replace(codes=self.blocks.unpack(self.codes), blocks=None)
 
     @property
     def transposed(self) -> "Planes":
@@ -49,6 +112,8 @@ class Planes(NamedTuple):
 
     def decode(self) -> np.ndarray:
         """Return the box in float32."""
+        if self.blocks is not None:
+            return self.unpacked.decode()
         if self.codes.flags.f_contiguous and not self.codes.flags.c_contiguous:
             return self.transposed.decode().T
         values = self.codes.astype(np.float32) if self.table is None else np.take(self.table, self.codes, mode="clip")
@@ -84,6 +149,20 @@ def _run_length(groups: np.ndarray, count: int) -> int:
     if rest or not size or not np.array_equal(groups, np.repeat(np.arange(count), size)):
         return 0
     return size
+
+
+def bit_fields(data: np.ndarray, width: int, run: int) -> np.ndarray:
+    """Return the bit fields of bytes; see ``Fields``.
+
+    Args:
+        data: uint8 [N, bytes].
+        width: Bits of a field.
+        run: Bytes of a run.
+    """
+    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
+    fields = data.reshape(len(data), -1, 1, run) >> shifts
+    fields &= np.uint8((1 << width) - 1)
+    return fields.reshape(len(data), -1)
 
 
 def read_packed(read: Callable[[slice], np.ndarray], codes: slice, bits: int, num_words: int) -> np.ndarray:

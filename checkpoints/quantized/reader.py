@@ -111,13 +111,13 @@ class QuantizedReader(BaseReader):
             self.decode(planes, matrix)
 
     def planes(self, name: str, index: Index) -> Planes:
-        """Return a box of a quantized matrix, not decoded; not an empty one, and with one index of each leading axis.
+        """Return a box of a quantized matrix with one code per byte; not an empty one, with one index per leading axis.
 
         Raises:
             CheckpointError: As for ``read``.
         """
         (planes,) = self._boxes(name, index)
-        return planes
+        return planes.unpacked
 
     def _boxes(self, name: str, index: Index) -> Iterator[Planes]:
         """Yield the matrices of a box, in order of their leading indices."""
