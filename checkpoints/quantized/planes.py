@@ -102,7 +102,9 @@ class Planes(NamedTuple):
 
     @property
     def transposed(self) -> "Planes":
-        """The planes of the transposed box."""
+        """The planes of the transposed box, with one code per byte."""
+        if self.blocks is not None:
+            return self.unpacked.transposed
 
         def turn(array: np.ndarray | None) -> np.ndarray | None:
             return None if array is None else array.T
@@ -159,14 +161,30 @@ def bit_fields(data: np.ndarray, width: int, run: int) -> np.ndarray:
         width: Bits of a field.
         run: Bytes of a run.
     """
+    if run == 1:
+        return unpack(data, width, data.shape[1] * 8 // width)
     shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
     fields = data.reshape(len(data), -1, 1, run) >> shifts
     fields &= np.uint8((1 << width) - 1)
     return fields.reshape(len(data), -1)
 
 
+def halves_of(data: np.ndarray, first: int, num_columns: int) -> tuple[np.ndarray, Blocks]:
+    """Return rows of bytes of two codes, the first in the low half, as ``codes`` and ``blocks`` of ``Planes``."""
+    return data, Blocks(Fields(0, 4, 1), num_bytes=1, num_codes=2, first=first, num_columns=num_columns)
+
+
 def read_packed(read: Callable[[slice], np.ndarray], codes: slice, bits: int, num_words: int) -> np.ndarray:
-    """Return a range of the codes that rows of 32-bit words hold, packed as for ``unpack``.
+    """Return a range of the codes that rows of 32-bit words hold, uint8 [R, codes]; arguments are ``read_codes``'s."""
+    found, blocks = read_codes(read, codes, bits, num_words)
+    return found if blocks is None else blocks.unpack(found).view(np.uint8)
+
+
+def read_codes(
+    read: Callable[[slice], np.ndarray], codes: slice, bits: int, num_words: int
+) -> tuple[np.ndarray, Blocks | None]:
+    """Return a range of the codes that rows of 32-bit words hold, packed as for ``unpack``; not unpacked if they are
+    halves of bytes.
 
     Args:
         read: Returns a range of the words of each row, [R, words].
@@ -175,13 +193,16 @@ def read_packed(read: Callable[[slice], np.ndarray], codes: slice, bits: int, nu
         num_words: Words of a row.
 
     Returns:
-        uint8 [R, codes].
+        ``codes`` and ``blocks`` of ``Planes``.
     """
     block = _WORD // math.gcd(bits, _WORD)  # codes after which a word begins anew
     words_per_block = block * bits // _WORD
     first, last = codes.start // block, -(-codes.stop // block)
     words = read(slice(first * words_per_block, min(last * words_per_block, num_words)))
-    return unpack(words, bits, codes.stop - first * block)[:, codes.start - first * block :]
+    skip = codes.start - first * block
+    if bits == 4:
+        return halves_of(_bytes_of(words), skip, codes.stop - codes.start)
+    return unpack(words, bits, codes.stop - first * block)[:, skip:], None
 
 
 def unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
@@ -195,7 +216,7 @@ def unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     Returns:
         uint8 [R, count].
     """
-    data = np.ascontiguousarray(words.astype(words.dtype.newbyteorder("<"), copy=False)).view(np.uint8)
+    data = _bytes_of(words)
     num_rows = data.shape[0]
     if bits == 8:
         return data[:, :count]
@@ -206,6 +227,11 @@ def unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
         return data[:, :count]
     stream = np.unpackbits(data, axis=1, bitorder="little")[:, : count * bits].reshape(num_rows, count, bits)
     return np.packbits(stream, axis=2, bitorder="little").reshape(num_rows, count)
+
+
+def _bytes_of(words: np.ndarray) -> np.ndarray:
+    """Return the bytes of rows of words, the lowest of each word first."""
+    return np.ascontiguousarray(words.astype(words.dtype.newbyteorder("<"), copy=False)).view(np.uint8)
 
 
 def _halve(fields: np.ndarray, width: int) -> np.ndarray:

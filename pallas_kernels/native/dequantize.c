@@ -42,11 +42,25 @@ static void read_bits(const uint8_t *bytes, int64_t count, uint16_t up, uint8_t 
   }
 }
 
+// Adds the halves of bytes to twice as many codes, the lower one first.
+static void read_nibbles(const uint8_t *bytes, int64_t count, uint16_t up, uint8_t *codes) {
+  int64_t i = 0;
+  const __m128i mask = _mm_set1_epi8(15);
+  for (; i + 32 <= count && !up; i += 32) {
+    const __m128i pairs = _mm_loadu_si128((const __m128i *)(bytes + i / 2));
+    const __m128i low = _mm_and_si128(pairs, mask), high = _mm_and_si128(_mm_srli_epi16(pairs, 4), mask);
+    _mm_storeu_si128((__m128i *)(codes + i), _mm_unpacklo_epi8(low, high));
+    _mm_storeu_si128((__m128i *)(codes + i + 16), _mm_unpackhi_epi8(low, high));
+  }
+  for (; i < count; i++) codes[i] |= (uint8_t)((bytes[i / 2] >> i % 2 * 4 & 15) << up);
+}
+
 // Adds fields to the codes of a block, above the bits that these have.
 static void read_fields(Fields fields, const uint8_t *block, int64_t num_codes, uint16_t up, uint8_t *codes) {
   const uint8_t mask = (uint8_t)((1 << fields.width) - 1);
   const uint8_t *bytes = block + fields.offset;
   if (fields.width == 1 && fields.run == 1) return read_bits(bytes, num_codes, up, codes);
+  if (fields.width == 4 && fields.run == 1) return read_nibbles(bytes, num_codes, up, codes);
   for (int64_t i = 0; i < num_codes; bytes += fields.run)
     for (uint16_t shift = 0; shift < 8; shift += (uint16_t)fields.width, i += fields.run)
       read_field(bytes, fields.run, shift, mask, up, codes + i);
@@ -60,11 +74,12 @@ static const uint8_t *read_codes(const Dequantize *job, int64_t row, Columns col
   const int64_t first = blocks->first + columns.first, begin = first / blocks->num_codes;
   const int64_t end = (first + columns.count + blocks->num_codes - 1) / blocks->num_codes;
   const int64_t num_codes = (end - begin) * blocks->num_codes;
+  const int64_t step = blocks->num_bytes == 1 ? num_codes : blocks->num_codes;  // bytes of codes are one large block
   memset(scratch, 0, (size_t)num_codes);
-  for (int64_t block = begin, at = 0; block < end; block++, at += blocks->num_codes) {
-    const uint8_t *data = bytes + block * blocks->num_bytes;
-    read_fields(blocks->low, data, blocks->num_codes, 0, scratch + at);
-    if (blocks->high.width) read_fields(blocks->high, data, blocks->num_codes, (uint16_t)blocks->low.width, scratch + at);
+  bytes += begin * blocks->num_bytes;
+  for (int64_t at = 0; at < num_codes; at += step, bytes += blocks->num_bytes) {
+    read_fields(blocks->low, bytes, step, 0, scratch + at);
+    if (blocks->high.width) read_fields(blocks->high, bytes, step, (uint16_t)blocks->low.width, scratch + at);
   }
   for (int64_t i = 0; i < num_codes; i++) scratch[i] -= (uint8_t)blocks->zero;
   return scratch + (first - begin * blocks->num_codes);
