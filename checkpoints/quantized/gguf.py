@@ -91,6 +91,9 @@ class RenamedReader(BaseReader):
         box = tuple(slice(*each) for each in bounds)
         if source.num_heads:
             return self._read_interleaved(source, box)
+        if source.first_row:
+            rows = slice(box[-2].start + source.first_row, box[-2].stop + source.first_row)
+            box = (*box[:-2], rows, box[-1])
         if source.expert is not None:
             box = (slice(source.expert, source.expert + 1), *box)
         stored_rank = len(self._reader.tensors[source.stored].shape)

@@ -170,6 +170,34 @@ def test_boxes_of_blocks_are_those_of_the_whole(kind: str, tmp_path_factory: pyt
         check()
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe", "deepseek2", "granitemoe"])
+def test_gate_and_up_of_experts_in_one_tensor(architecture: str, tmp_path: Path) -> None:
+    """Gates are the upper half of the rows, as llama.cpp's graph splits them."""
+    experts, size, columns = 3, 2, 64
+    blocks = random_blocks("Q4_0", experts * 2 * size * 2, 18, np.random.default_rng(0)).reshape(experts, 2 * size, -1)
+
+    def tensor(data: np.ndarray) -> Blocks:
+        return Blocks((*data.shape[:2], columns), NUMBERS["Q4_0"], np.ascontiguousarray(data).tobytes())
+
+    together = {"blk.1.ffn_gate_up_exps.weight": tensor(blocks)}
+    apart = {
+        "blk.1.ffn_gate_exps.weight": tensor(blocks[:, :size]),
+        "blk.1.ffn_up_exps.weight": tensor(blocks[:, size:]),
+    }
+    fields = metadata(architecture, expert_count=experts)
+    with (
+        open_checkpoint(write_gguf(tmp_path / "together.gguf", fields, together)) as found,
+        open_checkpoint(write_gguf(tmp_path / "apart.gguf", fields, apart)) as expected,
+    ):
+        assert found.tensors == expected.tensors
+        for name, info in expected.tensors.items():
+            index = whole_index(info.shape)
+            np.testing.assert_array_equal(found.read(name, index), expected.read(name, index))
+    odd = {"blk.1.ffn_gate_up_exps.weight": tensor(blocks[:, 1:])}
+    with pytest.raises(CheckpointError, match=r"shape \[3, 3, 36\], expected gate and up matrices of experts"):
+        open_checkpoint(write_gguf(tmp_path / "odd.gguf", fields, odd))
+
+
 @pytest.mark.parametrize("experts", [None, 3])
 def test_factors_of_nvfp4(experts: int | None, tmp_path: Path) -> None:
     """A tensor has one, or one for each expert; those of activations change nothing."""
