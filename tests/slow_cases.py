@@ -292,14 +292,14 @@ SLOW_CASES = (
     SlowCases(
         "test_examples.py",
         "test_command",
-        ".*(eval demo|bench throughput.*|bench latency.*|--chat .*)",
-        "tests of these commands in test_cli.py, test_bench_serve.py and test_demo_tasks.py; test_docs.py knows e"
-        "very flag",
+        ".*(eval demo|bench throughput.*|bench latency.*|--chat .*|compare demo .*)",
+        "tests of these commands in test_cli.py, test_bench_serve.py, test_demo_tasks.py and lab/test_compare.py;"
+        " test_docs.py knows every flag",
     ),
     SlowCases(
         "test_examples.py",
         "test_program",
-        "program[13467]",
+        "program[02356]",
         "the README's first program; test_public_api.py and test_parameter_docs.py know every name",
     ),
     SlowCases(
