@@ -384,6 +384,53 @@ ROWS = {
         num_experts=6,
         is_sibling=True,
     ),
+    "phimoe": Row(
+        family="Phimoe",
+        raw=rope("longrope", **LONGROPE, short_mscale=1.1, long_mscale=1.3, original_max_position_embeddings=44)
+        | {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2},
+        is_fixed_rope=False,
+        num_experts=6,
+        is_sibling=True,
+    ),
+    "granite4": Row(
+        family="GraniteMoeHybrid",
+        raw=GRANITE
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 28}
+        | {"layer_types": ["full_attention"] * 3, "hidden_size": 96, "mamba_n_heads": 12},
+        num_experts=6,
+        is_sibling=True,
+    ),
+    "granite4-dense": Row(
+        family="GraniteMoeHybrid",
+        raw=GRANITE
+        | {"num_local_experts": 0, "shared_intermediate_size": 28, "position_embedding_type": "rope"}
+        | {"layer_types": ["full_attention"] * 3, "hidden_size": 96, "mamba_n_heads": 12},
+        fast=(),
+        is_sibling=True,
+    ),
+    "mistral4": Row(
+        family="Mistral4",
+        raw=DEEPSEEK
+        | rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.5,
+        )
+        | {"n_shared_experts": 1, "first_k_dense_replace": 0, "head_dim": 22},
+        num_experts=8,
+        is_sibling=True,
+    ),
+    "llama4": Row(
+        family="Llama4",
+        raw={"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 28, "intermediate_size_mlp": 52}
+        | {"moe_layers": [1], "no_rope_layers": [1, 0, 1], "floor_scale": 16, "attn_scale": 0.5}
+        | {"attention_chunk_size": 96},
+        num_experts=6,
+        is_sibling=True,
+    ),
     "granite-moe": Row(
         family="GraniteMoe",
         raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3},
@@ -400,7 +447,9 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 def make_hf(row: Row) -> Any:
     """Transformers' model with random weights, none of them neutral."""
-    name = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}.get(row.family, f"{row.family}Config")
+    name = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig", "Llama4": "Llama4TextConfig"}.get(
+        row.family, f"{row.family}Config"
+    )
     model_class = {"GPT2": "GPT2LMHeadModel"}.get(row.family, f"{row.family}ForCausalLM")
     config = getattr(transformers, name)(**{**SIZES, **row.raw})
     config._attn_implementation = "eager"
