@@ -176,13 +176,25 @@ class Attention(nnx.Module, ABC):
         self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T N H"], Pools]:
         """Return the queries, and this layer's pools with the step's keys and values, using the kernel's own writer."""
+        return self.write_ready(qkv, pools, inputs, settings, self.rotation(inputs), self.head_norms)
+
+    def write_ready(
+        self,
+        qkv: Float[Array, "T width"],
+        pools: Pools,
+        inputs: AttentionInputs,
+        settings: AttentionSettings,
+        rotation: Rotation | None = None,
+        norms: QkNorms | None = None,
+    ) -> tuple[Float[Array, "T N H"], Pools]:
+        """Return the same, with a rotary embedding and norms that the writer has yet to apply."""
         assert settings.kernel.writer is not None
         return settings.kernel.writer.write(
             qkv,
             pools,
             inputs.batch,
-            rotation=self.rotation(inputs),
-            norms=self.head_norms,
+            rotation=rotation,
+            norms=norms,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             page_size=settings.page_size,

@@ -121,7 +121,7 @@ class RMSNormLayer(DecoderLayer):
         attention_norm: Norm of the attention branch.
         attention: Attention.
         mlp_norm: Norm of the MLP branch.
-        mlp: MLP, dense or sparse.
+        mlp: MLP: gated, plain or sparse.
         residual_multiplier: Factor of each branch before it is added.
     """
 
@@ -130,7 +130,7 @@ class RMSNormLayer(DecoderLayer):
         attention_norm: RMSNorm,
         attention: Attention,
         mlp_norm: RMSNorm,
-        mlp: GatedMLP | SparseMLP,
+        mlp: GatedMLP | PlainMLP | SparseMLP,
         *,
         residual_multiplier: float = 1.0,
     ):

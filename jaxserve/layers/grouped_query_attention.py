@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.attention import Attention
+from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Pools
 from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, rows_of, stack_rows, vector
-from pallas_kernels.qkv_write import QkNorms
+from pallas_kernels.qkv_write import Heads, QkNorms, Rotation
 
 QkNorm = Literal["none", "head", "width"]
 
@@ -39,6 +39,9 @@ class GroupedQueryAttention(Attention):
         has_sinks: Whether each query head has a sink (GPT-OSS).
         norm_eps: Epsilon of that norm.
         norm_offset: Offset of its weight.
+        norm_names: Modules of the norms of queries and keys.
+        has_norm_weights: Whether these have weights.
+        is_normed_last: Whether the norm over each head follows the rotary embedding (Hunyuan).
         paired_dim: Features of a head that rotate in pairs (2 i, 2 i + 1) in checkpoints; they are stored with the even
             ones first, so that they rotate as all others do, (i, i + half). 0: they are in this order.
         options: Further options of ``Attention``.
@@ -62,6 +65,9 @@ class GroupedQueryAttention(Attention):
         has_sinks: bool = False,
         norm_eps: float = 1e-6,
         norm_offset: float = 0.0,
+        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+        has_norm_weights: bool = True,
+        is_normed_last: bool = False,
         paired_dim: int = 0,
         **options: Any,
     ):
@@ -94,9 +100,11 @@ class GroupedQueryAttention(Attention):
         )
         sinks = stack_rows(scope, [Rows("sinks", num_heads)], "")
         self.sinks = vector(sinks, "q_heads", scope) if has_sinks else None
-        q_scope, k_scope = scope.at("q_norm"), scope.at("k_norm")
+        q_scope, k_scope = (scope.at(name) for name in norm_names)
+        self.is_normed_last = is_normed_last
         if qk_norm == "head":
             norm = partial(RMSNorm, head_dim, eps=norm_eps, axis="head_dim", offset=norm_offset)
+            norm = partial(norm, has_weight=has_norm_weights)
             self.q_norm, self.k_norm = norm(scope=q_scope), norm(scope=k_scope)
         elif qk_norm == "width":
             self.q_norm = RMSNorm(q_width, eps=norm_eps, scope=q_scope, axis="q_heads", unit=head_dim)
@@ -119,8 +127,8 @@ class GroupedQueryAttention(Attention):
 
     @property
     def head_norms(self) -> QkNorms | None:
-        """Norms over each head of queries and keys."""
-        if self.qk_norm != "head":
+        """Norms over each head of queries and keys, before the rotary embedding."""
+        if self.qk_norm != "head" or self.is_normed_last:
             return None
         return QkNorms(self.q_norm.gain, self.k_norm.gain, self.q_norm.eps)
 
@@ -142,3 +150,20 @@ class GroupedQueryAttention(Attention):
         return jnp.concatenate(
             [self.q_norm.scaled(query, query_square), self.k_norm.scaled(key, key_square), value], axis=1
         )
+
+    def heads(self, qkv: Float[Array, "T width"], rotation: Rotation | None) -> Heads:
+        """Split the projection into heads, normalize them and apply RoPE."""
+        heads = super().heads(qkv, rotation)
+        if not self.is_normed_last:
+            return heads
+        return heads._replace(query=self.q_norm(heads.query), key=self.k_norm(heads.key))
+
+    def write_projected(
+        self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+    ) -> tuple[Float[Array, "T N H"], Pools]:
+        """Return the queries, and this layer's pools with the step's keys and values, using the kernel's own writer."""
+        if not self.is_normed_last:
+            return super().write_projected(qkv, pools, inputs, settings)
+        heads = self.heads(qkv, self.rotation(inputs))
+        ready = jnp.concatenate([each.reshape(len(qkv), -1) for each in heads], axis=1)
+        return self.write_ready(ready, pools, inputs, settings)

@@ -28,6 +28,7 @@ class RopeConfig:
         high_freq_factor: Llama 3: wavelengths shorter than original/high are kept.
         short_factor: Longrope: divisors of each frequency up to the original length.
         long_factor: Longrope: divisors beyond the original length.
+        is_reversed: Whether features rotate the other way (nanochat).
     """
 
     kind: RopeKind = "default"
@@ -46,6 +47,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    is_reversed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ def rope_cos_sin(
     """
     angles = positions.astype(jnp.float32)[:, None] * _frequencies(config, lengths)
     factor = np.float32(attention_factor(config))
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    return jnp.cos(angles) * factor, jnp.sin(-angles if config.is_reversed else angles) * factor
 
 
 def attention_factor(config: RopeConfig) -> float:

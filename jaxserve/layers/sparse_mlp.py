@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from checkpoints import whole
+from checkpoints import Piece, TensorRecipe, whole
 from jaxserve.layers.expert_dispatch import exchange_rows, gather_rows
 from jaxserve.layers.expert_load import count_each
 from jaxserve.layers.linear import ColumnParallelLinear, add_branch
@@ -47,6 +47,7 @@ class ExpertNames(NamedTuple):
         is_interleaved: Whether the one module of gate and up has a row of gate, one of up, and so on.
         biases: Tensors [experts, out] of the biases of ``gate_up`` and ``down``; None for none.
         correction: Tensor of the bias for the choice; None: the router's ``e_score_correction_bias``.
+        is_correction_row: Whether that tensor has shape [1, experts].
     """
 
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
@@ -57,6 +58,7 @@ class ExpertNames(NamedTuple):
     is_interleaved: bool = False
     biases: tuple[str, str] | None = None
     correction: str | None = None
+    is_correction_row: bool = False
 
 
 DEFAULT_NAMES: Final = ExpertNames()
@@ -140,8 +142,7 @@ class SparseMLP(nnx.Module):
         self.splits = _splits(ffn_size, count, parallel)
         self.num_local = count // parallel.parts(self.experts_axis)
         self.router = replicated_linear(hidden_size, names.router, count, scope, bias=router_bias)
-        bias = whole(scope.at(names.correction or f"{names.router}.e_score_correction_bias").module, (count,))
-        self.correction = vector(bias, "embed", scope, dtype="float32") if routing.is_corrected else None
+        self.correction = _correction(names, count, scope) if routing.is_corrected else None
         parts = parallel.parts(parallel.expert_ffn)
         build = partial(expert_weights, num_experts=count, experts_per_token=routing.experts_per_token)
         self.gate_up = build(
@@ -322,6 +323,15 @@ def replicated_linear(
         bias=bias,
         scope=scope.unsplit(),
     )
+
+
+def _correction(names: ExpertNames, count: int, scope: Scope) -> nnx.Param[Any]:
+    """Return the bias for the choice of experts, in float32."""
+    name = scope.at(names.correction or f"{names.router}.e_score_correction_bias").module
+    recipe = whole(name, (count,))
+    if names.is_correction_row:
+        recipe = TensorRecipe((count,), (Piece(name, (0, 0), (0,), (count,)),), ((name, (1, count)),))
+    return vector(recipe, "embed", scope, dtype="float32")
 
 
 def _expert_bias(name: str | None, num_experts: int, width: int, axis: str, scope: Scope) -> nnx.Param[Any] | None:

@@ -93,6 +93,7 @@ class CausalLM(nnx.Module):
         logits_divisor: Divisor of the logits.
         logits_soft_cap: Logits become cap * tanh(logit / cap); None for no cap.
         ropes: Rotary embeddings, which layers refer to by index; None for the config's, if it has one.
+        embed_norm: Norm of the embeddings; None for none.
         position_embed: Learned vectors of positions, added to the embeddings; None for none.
         optional_prefix: Prefix of tensors' names that checkpoints saved without the head leave out.
         head_names: Names that the head's tensor has in checkpoints, also if the head is the embedding: they may have
@@ -112,6 +113,7 @@ class CausalLM(nnx.Module):
         logits_divisor: float = 1.0,
         logits_soft_cap: float | None = None,
         ropes: tuple[RopeConfig, ...] | None = None,
+        embed_norm: RMSNorm | None = None,
         position_embed: PositionEmbedding | None = None,
         optional_prefix: str = "model.",
         head_names: tuple[str, ...] = ("lm_head.weight",),
@@ -128,7 +130,7 @@ class CausalLM(nnx.Module):
         self.logits_soft_cap = logits_soft_cap
         own = () if config.rope is None else (config.rope,)
         self.ropes = own if ropes is None else ropes
-        self.position_embed = position_embed
+        self.position_embed, self.embed_norm = position_embed, embed_norm
         self.residual_axis = embed.residual_axis
 
     def keep_stage(self, stage: StageLayers) -> None:
@@ -140,7 +142,7 @@ class CausalLM(nnx.Module):
         if not stage.is_last:
             self.norm = self.head = None
         if not stage.is_first:
-            self.position_embed = None
+            self.position_embed = self.embed_norm = None
             if self.head is not None or not stage.is_last:
                 self.embed = None
 
@@ -265,6 +267,8 @@ class CausalLM(nnx.Module):
         x = self.embed(tokens)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
         if self.position_embed is not None:
             x = x + self.position_embed(positions)
         return x, self._rotations(positions, lengths)

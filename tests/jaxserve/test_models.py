@@ -328,6 +328,34 @@ ROWS = {
     "hy-v3": Row(
         family="HYV3", is_sibling=True, raw=QWEN_MOE | {"num_experts": 6}, fast=("tp2-experts2-gather",), num_experts=6
     ),
+    "glm": Row(
+        family="Glm", raw={"num_key_value_heads": 2} | rope("default", partial_rotary_factor=0.5), is_sibling=True
+    ),
+    "glm4": Row(family="Glm4", raw=rope("default", partial_rotary_factor=0.5), is_sibling=True),
+    "ernie": Row(family="Ernie4_5", raw={"use_bias": True, "tie_word_embeddings": True}, is_sibling=True),
+    "ernie-moe": Row(
+        family="Ernie4_5_Moe",
+        raw={"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 28, "hidden_size": 96},
+        num_experts=6,
+        is_sibling=True,
+    ),
+    "hunyuan": Row(
+        family="HunYuanDenseV1",
+        raw=rope("dynamic", alpha=50.0, factor=1.0) | {"attention_bias": True},
+        is_sibling=True,
+    ),
+    "hunyuan-moe": Row(
+        family="HunYuanMoEV1", raw={"num_experts": 6, "moe_topk": [3, 3, 3]}, num_experts=6, is_sibling=True
+    ),
+    "cohere2": Row(
+        family="Cohere2",
+        raw={"hidden_size": 64, "sliding_window": 9, "sliding_window_pattern": 3, "logit_scale": 0.25}
+        | {"layer_norm_eps": 1e-4, "tie_word_embeddings": True},
+        is_sibling=True,
+    ),
+    "starcoder2": Row(family="Starcoder2", raw={"norm_epsilon": 1e-4, "sliding_window": 11}, is_sibling=True),
+    "apertus": Row(family="Apertus", raw={"hidden_act": "xielu"}, is_sibling=True),
+    "nanochat": Row(family="NanoChat", raw={"hidden_act": "relu2"}, is_sibling=True),
     "granite-moe": Row(
         family="GraniteMoe",
         raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3},
