@@ -126,8 +126,9 @@ class SamplingParams:
         Raises:
           RequestError: As the constructor.
         """
-        given: dict[str, Any] = {}
-        given.update((name, value) for name, value in values.items() if value is not None or name == "max_tokens")
+        given: dict[str, Any] = {
+            name: value for name, value in values.items() if value is not None or name == "max_tokens"
+        }
         params = cls(**given)
         if params.logit_bias is None:
             return params
