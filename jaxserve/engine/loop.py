@@ -159,7 +159,7 @@ class Loop(CommandThread):
         streams = dict.fromkeys(behind)
         for request in changed:
             stream = self._open.get(request)
-            if stream is not None and (request.is_finished() or not stream.is_read_whole):
+            if stream is not None and (not stream.is_read_whole or request.is_finished()):
                 streams[stream] = None
         self._offer(streams)
 

@@ -71,7 +71,7 @@ class Scheduler:
         num_decode_rows: Number of decode rows planned so far.
         num_runnable: Number of running sequences that had tokens left to plan, not waiting for the host, when
             ``schedule`` was last called, and of those it admitted.
-        proposer: Proposes step tokens; None without speculative decoding, and after the proposer has failed.
+        proposer: Proposes draft tokens; None without speculative decoding, and after the proposer has failed.
     """
 
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
