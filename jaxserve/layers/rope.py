@@ -72,6 +72,9 @@ def _constant_frequencies(config: RopeConfig) -> np.ndarray:
     plain = 1.0 / _wavelength_powers(config)
     if config.kind == "linear":
         return plain / np.float32(config.factor)
+    if config.kind == "proportional":
+        num_rotated = int(config.rotated_share * config.rotary_dim // 2)
+        return np.where(np.arange(len(plain)) < num_rotated, plain / np.float32(config.factor), np.float32(0.0))
     if config.kind == "llama3":
         return _llama3_frequencies(config, plain)
     if config.kind == "yarn":

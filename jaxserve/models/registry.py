@@ -31,6 +31,8 @@ FAMILIES: Final[dict[str, str]] = {
     "GPTNeoXForCausalLM": "jaxserve.models.gpt_neox",
     "Gemma2ForCausalLM": "jaxserve.models.gemma2",
     "Gemma3ForCausalLM": "jaxserve.models.gemma3",
+    "Gemma4ForCausalLM": "jaxserve.models.gemma4",
+    "Gemma4UnifiedForCausalLM": "jaxserve.models.gemma4",
     "GemmaForCausalLM": "jaxserve.models.gemma",
     "Glm4ForCausalLM": "jaxserve.models.glm4",
     "Glm4MoeForCausalLM": "jaxserve.models.glm4_moe",

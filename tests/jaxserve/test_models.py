@@ -124,6 +124,14 @@ GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
 }
+GEMMA4 = {
+    "tie_word_embeddings": True,
+    "sliding_window": 9,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 509,
+    "final_logit_softcapping": 20.0,
+    "global_head_dim": 24,
+}
 DEEPSEEK = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -356,6 +364,26 @@ ROWS = {
     "starcoder2": Row(family="Starcoder2", raw={"norm_epsilon": 1e-4, "sliding_window": 11}, is_sibling=True),
     "apertus": Row(family="Apertus", raw={"hidden_act": "xielu"}, is_sibling=True),
     "nanochat": Row(family="NanoChat", raw={"hidden_act": "relu2"}, is_sibling=True),
+    "gemma4-e2b": Row(
+        family="Gemma4",
+        raw=GEMMA4
+        | {"num_hidden_layers": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}
+        | {"layer_types": [*GEMMA3_LAYERS[:1], GEMMA3_LAYERS[2]] * 3, "hidden_size_per_layer_input": 20},
+        is_sibling=True,
+    ),
+    "gemma4-31b": Row(
+        family="Gemma4",
+        raw=GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "layer_types": GEMMA3_LAYERS},
+        is_sibling=True,
+    ),
+    "gemma4-26b": Row(
+        family="Gemma4",
+        raw=GEMMA4
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 28}
+        | {"layer_types": GEMMA3_LAYERS},
+        num_experts=6,
+        is_sibling=True,
+    ),
     "granite-moe": Row(
         family="GraniteMoe",
         raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3},
@@ -372,7 +400,7 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 def make_hf(row: Row) -> Any:
     """Transformers' model with random weights, none of them neutral."""
-    name = {"Gemma3": "Gemma3TextConfig"}.get(row.family, f"{row.family}Config")
+    name = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}.get(row.family, f"{row.family}Config")
     model_class = {"GPT2": "GPT2LMHeadModel"}.get(row.family, f"{row.family}ForCausalLM")
     config = getattr(transformers, name)(**{**SIZES, **row.raw})
     config._attn_implementation = "eager"
@@ -385,12 +413,14 @@ def make_hf(row: Row) -> Any:
                 scale = gain if "embed" in name else gain * parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, scale)
             elif "norm" in name or ".ln_" in name:
-                parameter.uniform_(0.5, 1.5).sub_(1.0 if row.family.startswith("Gemma") else 0.0)
+                parameter.uniform_(0.5, 1.5).sub_(1.0 if row.family in ("Gemma", "Gemma2", "Gemma3") else 0.0)
             else:
                 parameter.normal_(0.0, 0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         model.tie_weights()
     return model
 

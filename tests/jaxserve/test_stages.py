@@ -15,7 +15,8 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_hidden, trace_step
-from jaxserve.models.stage_balance import LayerCost, balanced_stages
+from jaxserve.layers.kv_layout import KVSpec
+from jaxserve.models.stage_balance import LayerCost, allowed_cuts, balanced_stages, check_cuts
 from jaxserve.models.stages import StageLayers, stages_of
 from sharding.plan import count_collectives
 from tests.jaxserve.test_lanes import CONFIG as SPARSE
@@ -285,6 +286,19 @@ def test_equal_layers_without_a_head_are_divided_evenly() -> None:
     assert [len(stage.layers) for stage in found] == [3, 3, 2]
     assert [stage.is_first for stage in found] == [True, False, False]
     assert [stage.is_last for stage in found] == [False, False, True]
+
+
+def test_a_stage_does_not_separate_a_layer_from_the_one_whose_pages_it_reads() -> None:
+    own = KVSpec(4, 2, 8, "float32", None)
+    specs = [own] * 4 + [own._replace(reads=2), own._replace(reads=3)]
+    assert allowed_cuts(specs) == [1, 2]
+    nothing = LayerCost(0, 0)
+    found = balanced_stages([LayerCost(1, 1)] * 6, 2, nothing, nothing, allowed_cuts(specs))
+    assert [len(stage.layers) for stage in found] == [2, 4]
+    with pytest.raises(ConfigError, match="begin only with layer 1, 2; use at most 3 stages"):
+        balanced_stages([LayerCost(1, 1)] * 6, 4, nothing, nothing, allowed_cuts(specs))
+    with pytest.raises(ConfigError, match="may not begin with layer 3: .* it may begin with: 1, 2"):
+        check_cuts(stages_of([3, 3]), specs)
 
 
 def test_a_real_model_is_divided(shared_data: Path) -> None:
