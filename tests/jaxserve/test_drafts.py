@@ -110,7 +110,9 @@ def test_rows_with_drafts_follow_those_of_one_token() -> None:
     assert [(row.slot, row.num_samples) for row in rows_of(plan)] == [(b, 1), (d, 1), (a, 2), (c, 2)]
     assert list(plan.first_samples) == [0, 1, 2, 4]
     completion = scheduler.complete(plan, [[5], [6], [1, 8], [9]])
-    assert [name_of(one) for one in completion.sampled] == [name_of(one) for one in completion.sequences] == list("bdac")
+    assert (
+        [name_of(one) for one in completion.sampled] == [name_of(one) for one in completion.sequences] == list("bdac")
+    )
     assert [one.token_ids[6:] for one in completion.sequences] == [[5], [6], [1, 8], [9]]
     assert list(completion.plan.first_samples) == [0, 1, 2, 4] and completion.num_new_tokens == 5
 
