@@ -6,16 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from checkpoints.choice import has_model
 from checkpoints.errors import CheckpointError
 from checkpoints.gguf_choice import choose_tagged, describe, gguf_in, is_gguf, tag_patterns
@@ -136,6 +126,8 @@ def _download_gguf(
 
 def _ggufs(model: str, revision: str | None, token: str | None) -> str:
     """Return the names of a repository's GGUF files, for messages; empty if there are none or it cannot be listed."""
+    from huggingface_hub import HfApi
+
     with suppress(CheckpointError), _errors(model, revision):
         return describe(HfApi(os.environ.get("HF_ENDPOINT")).list_repo_files(model, revision=revision, token=token))
     return ""
@@ -149,6 +141,8 @@ def _download(
     patterns: list[str],
     ignored: tuple[str, ...] = IGNORE_PATTERNS,
 ) -> Path:
+    from huggingface_hub import snapshot_download  # takes a quarter of a second: not for local models
+
     with _errors(model, revision):
         snapshot = snapshot_download(
             model,
@@ -165,27 +159,29 @@ def _download(
 @contextmanager
 def _errors(model: str, revision: str | None) -> Iterator[None]:
     """Raise the hub's errors as errors of the checkpoint that say what to do."""
+    from huggingface_hub import errors
+
     at = f"{model!r}" if revision is None else f"{model!r} at revision {revision!r}"
     try:
         yield
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise CheckpointError(f"{model!r} is neither an existing directory nor a valid hub id: {error}") from error
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise CheckpointError(
             f"hub repository {model!r} is gated: accept its terms on its page, then pass a token or set HF_TOKEN"
         ) from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise CheckpointError(f"hub repository {model!r} has no revision {revision!r}") from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
             f"{model!r} is neither an existing directory nor a hub repository that is public or open to your token"
         ) from error
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"{at} has not been downloaded yet and the hub cannot be reached (offline, or HF_HUB_OFFLINE is set); "
             "pass a local directory or download it first while online"
         ) from error
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         raise CheckpointError(f"the hub refused {at}: {error}") from error
     except OSError as error:
         raise CheckpointError(f"{at} could not be downloaded: {error}") from error

@@ -3,6 +3,7 @@
 A test that is slow as a whole, or whose file decides which of its cases are, has the marker in its file.
 """
 
+import collections
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -292,14 +293,14 @@ SLOW_CASES = (
     SlowCases(
         "test_examples.py",
         "test_command",
-        ".*(eval demo|bench throughput.*|bench latency.*|--chat .*)",
-        "tests of these commands in test_cli.py, test_bench_serve.py and test_demo_tasks.py; test_docs.py knows e"
-        "very flag",
+        ".*(eval demo|bench throughput.*|bench latency.*|--chat .*|compare demo .*)",
+        "tests of these commands in test_cli.py, test_bench_serve.py, test_demo_tasks.py and lab/test_compare.py;"
+        " test_docs.py knows every flag",
     ),
     SlowCases(
         "test_examples.py",
         "test_program",
-        "program[13467]",
+        "program[02356]",
         "the README's first program; test_public_api.py and test_parameter_docs.py know every name",
     ),
     SlowCases(
@@ -596,21 +597,28 @@ SLOW_CASES = (
 
 def mark_slow_cases(items: Sequence[pytest.Item]) -> None:
     """Mark the cases of ``SLOW_CASES``."""
-    patterns = [re.compile(pattern_of(each)) for each in SLOW_CASES]
+    patterns = collections.defaultdict[str, list[re.Pattern[str]]](list)
+    for each in SLOW_CASES:
+        patterns[f"tests/{each.file}"].append(re.compile(pattern_of(each)))
     for item in items:
-        if any(pattern.fullmatch(item.nodeid) for pattern in patterns):
+        node_id = item.nodeid
+        if any(pattern.fullmatch(node_id) for pattern in patterns.get(node_id.partition("::")[0], ())):
             item.add_marker(pytest.mark.slow)
 
 
 def unmatched(node_ids: Sequence[str]) -> list[SlowCases]:
     """Return the entries that match none of the tests of their file; a test without its data has no cases."""
-    present = {node_id.partition("::")[0] for node_id in node_ids}
-    present -= {node_id.partition("::")[0] for node_id in node_ids if "[NOTSET]" in node_id}
-    return [
-        each
-        for each in SLOW_CASES
-        if f"tests/{each.file}" in present and not any(re.fullmatch(pattern_of(each), node_id) for node_id in node_ids)
-    ]
+    present = collections.defaultdict[str, list[str]](list)
+    for node_id in node_ids:
+        present[node_id.partition("::")[0]].append(node_id)
+    return [each for each in SLOW_CASES if not _is_matched(each, present.get(f"tests/{each.file}", []))]
+
+
+def _is_matched(cases: SlowCases, node_ids: Sequence[str]) -> bool:
+    """Return whether an entry matches one of its file's tests, or nothing can be said."""
+    pattern = re.compile(pattern_of(cases))
+    is_complete = bool(node_ids) and not any("[NOTSET]" in node_id for node_id in node_ids)
+    return not is_complete or any(pattern.fullmatch(node_id) for node_id in node_ids)
 
 
 def pattern_of(cases: SlowCases) -> str:

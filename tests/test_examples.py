@@ -1,7 +1,12 @@
-"""Examples of the README and the package's pages run: Python programs, commands, and requests to a server."""
+"""Examples of the README and the package's pages run: Python programs, commands, and requests to a server.
+
+The first program and the first command run in an interpreter of their own, as a reader runs them; the others in this
+process, which has imported JAX already.
+"""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve import cli
 from scripts.server_child import RunningServer
 from tests.server_process import running_server
 
@@ -40,14 +46,12 @@ def is_run(command: str) -> bool:
     return not command.removeprefix(".venv/bin/").startswith(tuple(NOT_RUN))
 
 
-def run_program(program: str) -> subprocess.CompletedProcess[str]:
-    """The end of a Python program."""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, cwd=REPOSITORY)
-    assert ended.returncode == 0, ended.stderr
-    return ended
+def run_here(program: str) -> None:
+    """Run a Python program in this process."""
+    exec(compile(program, "<example>", "exec"), {"__name__": "__main__"})
 
 
-def run_command(command: str) -> str:
+def run_in_shell(command: str) -> str:
     """What a command line prints."""
     bin_directory = f"{Path(sys.executable).parent}/"
     environment = {**os.environ, "PATH": bin_directory + os.pathsep + os.environ["PATH"]}
@@ -55,6 +59,13 @@ def run_command(command: str) -> str:
     ended = subprocess.run(line, capture_output=True, text=True, timeout=240, cwd=REPOSITORY, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
+
+
+def run_command(command: str) -> None:
+    """Run ``jaxserve`` with the arguments of a command line in this process."""
+    program, *arguments = shlex.split(command)
+    assert Path(program).name == "jaxserve"
+    cli.main(arguments)
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +80,27 @@ def on_ports(text: str, server: RunningServer) -> str:
     return text.replace("http://localhost:8000", server.http).replace("localhost:8001", server.grpc)
 
 
-@pytest.mark.parametrize("program", examples("python", of_server=False))
+PROGRAMS = examples("python", of_server=False)
+COMMANDS = [command for command in commands(of_server=False) if is_run(command)]
+
+
+def test_the_first_program_and_the_first_command_as_a_reader_runs_them() -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAMS[0]], capture_output=True, text=True, cwd=REPOSITORY)
+    assert ended.returncode == 0, ended.stderr
+    assert "358+840= 1198" in ended.stdout
+    assert run_in_shell(COMMANDS[0]).strip()
+
+
+@pytest.mark.parametrize("program", PROGRAMS[1:])
 def test_program(program: str) -> None:
-    run_program(program)
+    run_here(program)
 
 
-@pytest.mark.parametrize("command", [command for command in commands(of_server=False) if is_run(command)])
-def test_command(command: str) -> None:
-    assert run_command(command).strip()
+@pytest.mark.parametrize("command", COMMANDS[1:])
+def test_command(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    run_command(command)
+    assert capsys.readouterr().out.strip()
 
 
 def test_each_reason_not_to_run_a_command_is_needed() -> None:
@@ -86,20 +110,21 @@ def test_each_reason_not_to_run_a_command_is_needed() -> None:
 
 @pytest.mark.parametrize("command", commands(of_server=True))
 def test_request_with_curl(server: RunningServer, command: str) -> None:
-    printed = run_command(on_ports(command, server).replace("curl ", "curl --silent --fail-with-body "))
+    printed = run_in_shell(on_ports(command, server).replace("curl ", "curl --silent --fail-with-body "))
     assert any(sign in printed for sign in ('"text":"42"', "data: [DONE]", "jaxserve:steps_total")), printed
 
 
 @pytest.mark.parametrize("program", examples("python", of_server=True))
-def test_client(server: RunningServer, program: str) -> None:
+def test_client(server: RunningServer, program: str, capsys: pytest.CaptureFixture[str]) -> None:
     if "openai" in program:
         pytest.importorskip("openai", reason="needs the extra clients")
-    printed = run_program(on_ports(program, server)).stdout.split()
+    run_here(on_ports(program, server))
     expected = "128" if "embeddings" in program else "42" if "openai" in program else "noom"
-    assert printed == [expected]
+    assert capsys.readouterr().out.split() == [expected]
 
 
-def test_load_generator(server: RunningServer) -> None:
+def test_load_generator(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     command = next(c for c in commands(of_server=False) if c.startswith(".venv/bin/jaxserve bench serve"))
-    printed = run_command(f"{command} --base-url {server.http}")
+    run_command(f"{command} --base-url {server.http}")
+    printed = capsys.readouterr().out
     assert re.search(r"Successful requests: +100\b", printed), printed

@@ -63,13 +63,21 @@ def choose_attention(
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs shared by all layers with the same page table: the batch, the number of tokens in use, the position of
-    each token, and the cosines and sines of each of the model's rotary embeddings."""
+    """Inputs shared by all layers with the same page table, and one that is the layer's own.
+
+    Attributes:
+        batch: The batch.
+        num_tokens: Tokens in use.
+        positions: Position of each token.
+        rotations: Cosines and sines of each of the model's rotary embeddings.
+        layer_input: What this layer adds for each token; None for nothing (Gemma 4's per-layer embeddings).
+    """
 
     batch: AttentionBatch
     num_tokens: Int[Array, ""]
     positions: Int[Array, " T"]
     rotations: tuple[Rotation, ...]
+    layer_input: Float[Array, "rows P"] | None = None
 
 
 class PositionScale(NamedTuple):
@@ -171,6 +179,10 @@ class Attention(nnx.Module, ABC):
     def heads(self, qkv: Float[Array, "T width"], rotation: Rotation | None) -> Heads:
         """Split the projection into heads, normalize them and apply RoPE."""
         return split_heads(qkv, rotation, self.head_norms, self.num_heads, self.num_kv_heads)
+
+    def query_heads(self, projected: Float[Array, "T width"], rotation: Rotation | None) -> Float[Array, "T N H"]:
+        """Return the queries of a layer that reads the keys and values of another."""
+        raise NotImplementedError
 
     def write_projected(
         self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings

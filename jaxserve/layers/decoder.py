@@ -86,10 +86,23 @@ class DecoderLayer(nnx.Module, ABC):
         used = num_tokens if tile is None else None
         if not settings.counts_expert_tokens:
             after = partial(self.after_attention, num_rows=used)
-            return LayerOutput(map_rows(after, (x, attended), num_tokens, tile, len(attended)), pools)
+            x = map_rows(after, (x, attended), num_tokens, tile, len(attended))
+            return LayerOutput(self._finished(x, inputs, settings), pools)
         after = partial(self.after_attention_with_experts, num_rows=used)
         x, experts = map_rows(after, (x, attended), num_tokens, tile, len(attended))
-        return LayerOutput(x, pools, None if experts is None else count_tokens(experts, num_tokens, self.num_experts))
+        counts = None if experts is None else count_tokens(experts, num_tokens, self.num_experts)
+        return LayerOutput(self._finished(x, inputs, settings), pools, counts)
+
+    def add_layer_input(self, x: Float[Array, "rows D"], own: Float[Array, "rows P"]) -> Float[Array, "rows D"]:
+        """Return the layer's output from what attention and MLP made, and the layer's own input."""
+        raise NotImplementedError
+
+    def _finished(
+        self, x: Float[Array, "rows D"], inputs: AttentionInputs, settings: AttentionSettings
+    ) -> Float[Array, "rows D"]:
+        if inputs.layer_input is None:
+            return x
+        return map_rows(self.add_layer_input, (x, inputs.layer_input), inputs.num_tokens, settings.row_tile)
 
     def _written(
         self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
@@ -99,6 +112,10 @@ class DecoderLayer(nnx.Module, ABC):
         In tiled (deterministic) mode, normalization and RoPE run inside each tile.
         """
         num_tokens, tile = inputs.num_tokens, settings.row_tile
+        if self.kv_spec.reads is not None:
+            rotation = self.attention.rotation(inputs) or ()
+            queries = partial(self._queries, num_rows=num_tokens if tile is None else None)
+            return map_rows(queries, (x, *rotation), num_tokens, tile, len(inputs.batch.token_pages)), pools
         if settings.kernel.writer is not None and tile is None:
             return self.attention.write_projected(self.projected(x, num_tokens), pools, inputs, settings)
         rotation = self.attention.rotation(inputs) or ()
@@ -107,6 +124,12 @@ class DecoderLayer(nnx.Module, ABC):
         kernel_pools = cast(Any, pools)  # as many as the kernel's operation has
         written = settings.kernel.write_kv(kernel_pools, heads.key, heads.value, inputs.batch, settings.page_size)
         return heads.query, written
+
+    def _queries(
+        self, x: Float[Array, "rows D"], *rotation: Float[Array, "T half"], num_rows: Int[Array, ""] | None
+    ) -> Float[Array, "T N H"]:
+        projected = self.projected(x, num_rows)
+        return self.attention.query_heads(projected, cast(Rotation, rotation) if rotation else None)
 
     def _heads(
         self, x: Float[Array, "rows D"], *rotation: Float[Array, "T half"], num_rows: Int[Array, ""] | None
@@ -181,7 +204,7 @@ class LayerNormLayer(DecoderLayer):
         attention_norm: Norm of the attention branch.
         attention: Attention.
         mlp_norm: Norm of the MLP branch.
-        mlp: MLP.
+        mlp: MLP, plain or sparse.
         is_parallel: Whether both branches read the layer's input (GPT-NeoX).
     """
 
@@ -190,7 +213,7 @@ class LayerNormLayer(DecoderLayer):
         attention_norm: LayerNorm,
         attention: Attention,
         mlp_norm: LayerNorm,
-        mlp: PlainMLP,
+        mlp: PlainMLP | SparseMLP,
         *,
         is_parallel: bool = False,
     ):
@@ -212,6 +235,19 @@ class LayerNormLayer(DecoderLayer):
         self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> Float[Array, "rows D"]:
         """Return the layer's output from its input and the attention output."""
+        return self.after_attention_with_experts(x, attended, num_rows)[0]
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts that each token is routed to some of; 0 for a dense layer."""
+        return self.mlp.routing.num_experts if isinstance(self.mlp, SparseMLP) else 0
+
+    def after_attention_with_experts(
+        self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"] | None]:
+        """Return the layer's output, and the experts of each token if the MLP is a mixture of experts."""
         after = self.attention.output(attended, residual=x, num_rows=num_rows)
         normed = self.mlp_norm(x if self.is_parallel else after)
-        return self.mlp(normed, residual=after, num_rows=num_rows)
+        if isinstance(self.mlp, SparseMLP):
+            return self.mlp.with_experts(normed, residual=after, num_rows=num_rows)
+        return self.mlp(normed, residual=after, num_rows=num_rows), None

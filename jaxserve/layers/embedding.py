@@ -5,10 +5,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from checkpoints import whole
-from jaxserve.layers.linear import fused_norm
+from jaxserve.layers.linear import ColumnParallelLinear, fused_norm
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.params import padded_rows, weight
+from jaxserve.layers.params import Rows, padded_rows, padded_vector, vector, weight
 from jaxserve.layers.residual import block_output
 from jaxserve.layers.storage import matmul, rows
 from pallas_kernels.linear import Fused
@@ -16,13 +16,22 @@ from sharding.collectives import all_gather, axis_index, own_part
 
 
 class VocabEmbedding(nnx.Module):
-    """A table [V, D] that embeds tokens, computes logits, or both (tied); padded with rows so that it splits evenly."""
+    """A table [V, D] that embeds tokens, computes logits, or both (tied); padded with rows so that it splits evenly.
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, scope: Scope):
+    Args:
+        vocab_size: V.
+        hidden_size: D.
+        scope: Scope of the module.
+        has_bias: Whether logits have a bias.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, scope: Scope, has_bias: bool = False):
         parallel = scope.parallel
         padded, parts = parallel.padded_vocab(vocab_size), (parallel.parts(parallel.vocab), 1)
         recipe = padded_rows(scope, "weight", vocab_size, padded, hidden_size)
         self.weight = weight(recipe, ("vocab", "embed"), parts, scope)
+        bias = padded_vector(scope, "bias", vocab_size, padded)
+        self.bias = vector(bias, "vocab", scope) if has_bias else None
         self.vocab_size, self.num_rows = vocab_size, recipe.shape[0] // parts[0]
         self.mesh_axis, self.dtype = parallel.vocab, scope.policy.activations_dtype
         self.residual_axis = parallel.residual_axis
@@ -45,7 +54,7 @@ class VocabEmbedding(nnx.Module):
         They are those of the whole vocabulary, on every device, unless the layout splits logits: then each device
         computes those of its own rows, padding included. With ``num_rows``, the values of later rows are undefined.
         """
-        fused = Fused(norm=fused_norm(norm))
+        fused = Fused(norm=fused_norm(norm), bias=None if self.bias is None else self.bias[...])
         scores = matmul(self.weight, hidden, fused=fused, num_rows=num_rows)
         return scores if self.keeps_logits else all_gather(scores, self.mesh_axis, 1)[:, : self.vocab_size]
 
@@ -71,3 +80,37 @@ class PositionEmbedding(nnx.Module):
         last one's."""
         positions = own_part(positions, self.residual_axis, 0)
         return rows(self.weight, jnp.minimum(positions, self.num_positions - 1)).astype(self.dtype)
+
+
+class PerLayerEmbedding(nnx.Module):
+    """A vector of each token for each layer (Gemma 4): the sum of one that is looked up and a projection of the token's
+    embedding.
+
+    Args:
+        vocab_size: Rows of the table.
+        hidden_size: D.
+        num_layers: L.
+        width: P, features for each layer.
+        eps: Epsilon of the norm of what is projected.
+        scope: Scope of the table, the projection and the norm.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, num_layers: int, width: int, *, eps: float, scope: Scope):
+        total = num_layers * width
+        self.table = VocabEmbedding(vocab_size, total, scope=scope.at("embed_tokens_per_layer"))
+        self.projection = ColumnParallelLinear(
+            hidden_size,
+            [Rows("per_layer_model_projection", total)],
+            outer_axis=None,
+            mesh_axis=None,
+            bias=False,
+            scope=scope.unsplit(),
+        )
+        self.norm = RMSNorm(width, eps=eps, scope=scope.at("per_layer_projection_norm"))
+        self.num_layers, self.width, self.hidden_size = num_layers, width, hidden_size
+
+    def __call__(self, tokens: Int[Array, " T"], x: Float[Array, "rows D"]) -> Float[Array, "rows L P"]:
+        """Compute the vectors of all tokens, or of this device's, whose scaled embeddings are ``x``."""
+        shape = (len(x), self.num_layers, self.width)
+        projected = self.norm((self.projection(x) * self.hidden_size**-0.5).reshape(shape))
+        return (projected + self.table(tokens).reshape(shape) * self.width**0.5) * 2**-0.5

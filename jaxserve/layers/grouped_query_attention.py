@@ -13,7 +13,7 @@ from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, rows_of, stack_rows, vector
-from pallas_kernels.qkv_write import Heads, QkNorms, Rotation
+from pallas_kernels.qkv_write import Heads, QkNorms, Rotation, apply_rope
 
 QkNorm = Literal["none", "head", "width"]
 
@@ -42,6 +42,8 @@ class GroupedQueryAttention(Attention):
         norm_names: Modules of the norms of queries and keys.
         has_norm_weights: Whether these have weights.
         is_normed_last: Whether the norm over each head follows the rotary embedding (Hunyuan).
+        has_value_norm: Whether values are normalized over each head too, without a weight (Gemma 4).
+        reads: Index of the layer whose keys and values it reads, having none of its own; None for its own.
         paired_dim: Features of a head that rotate in pairs (2 i, 2 i + 1) in checkpoints; they are stored with the even
             ones first, so that they rotate as all others do, (i, i + half). 0: they are in this order.
         options: Further options of ``Attention``.
@@ -68,18 +70,21 @@ class GroupedQueryAttention(Attention):
         norm_names: tuple[str, str] = ("q_norm", "k_norm"),
         has_norm_weights: bool = True,
         is_normed_last: bool = False,
+        has_value_norm: bool = False,
+        reads: int | None = None,
         paired_dim: int = 0,
         **options: Any,
     ):
         super().__init__(num_heads, num_kv_heads, head_dim, scope=scope, **options)
         scope = scope.over(self.mesh_axis)
-        self.qk_norm = qk_norm
+        self.qk_norm, self.kv_spec = qk_norm, self.kv_spec._replace(reads=reads)
         q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         rows = rows_of(qkv, (q_width, kv_width, kv_width), (head_dim,) * 3)
         rows = [each._replace(is_transposed=is_transposed) for each in rows]
         if is_interleaved:
             rows = [each._replace(start=i * head_dim, stride=3 * head_dim) for i, each in enumerate(rows)]
         rows[1:] = [each._replace(is_whole=self.kv_axis != self.mesh_axis) for each in rows[1:]]
+        rows = rows if reads is None else rows[:1]
         self.qkv = ColumnParallelLinear(
             hidden_size,
             rows,
@@ -102,10 +107,12 @@ class GroupedQueryAttention(Attention):
         self.sinks = vector(sinks, "q_heads", scope) if has_sinks else None
         q_scope, k_scope = (scope.at(name) for name in norm_names)
         self.is_normed_last = is_normed_last
+        value_norm = partial(RMSNorm, head_dim, eps=norm_eps, axis="head_dim", has_weight=False)
+        self.v_norm = value_norm(scope=scope) if has_value_norm else None
         if qk_norm == "head":
             norm = partial(RMSNorm, head_dim, eps=norm_eps, axis="head_dim", offset=norm_offset)
             norm = partial(norm, has_weight=has_norm_weights)
-            self.q_norm, self.k_norm = norm(scope=q_scope), norm(scope=k_scope)
+            self.q_norm, self.k_norm = norm(scope=q_scope), None if reads is not None else norm(scope=k_scope)
         elif qk_norm == "width":
             self.q_norm = RMSNorm(q_width, eps=norm_eps, scope=q_scope, axis="q_heads", unit=head_dim)
             k_scope = k_scope.over(self.kv_axis)
@@ -130,6 +137,7 @@ class GroupedQueryAttention(Attention):
         """Norms over each head of queries and keys, before the rotary embedding."""
         if self.qk_norm != "head" or self.is_normed_last:
             return None
+        assert self.k_norm is not None, "this layer reads the keys of another"
         return QkNorms(self.q_norm.gain, self.k_norm.gain, self.q_norm.eps)
 
     @property
@@ -145,6 +153,7 @@ class GroupedQueryAttention(Attention):
         if self.qk_norm != "width":
             return qkv
         q_width, k_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        assert self.k_norm is not None, "this layer reads the keys of another"
         query, key, value = jnp.split(qkv, [q_width, q_width + k_width], axis=1)
         query_square, key_square = split_mean_squares(query, key, self.mesh_axis)
         return jnp.concatenate(
@@ -154,15 +163,21 @@ class GroupedQueryAttention(Attention):
     def heads(self, qkv: Float[Array, "T width"], rotation: Rotation | None) -> Heads:
         """Split the projection into heads, normalize them and apply RoPE."""
         heads = super().heads(qkv, rotation)
-        if not self.is_normed_last:
-            return heads
-        return heads._replace(query=self.q_norm(heads.query), key=self.k_norm(heads.key))
+        if self.is_normed_last and self.k_norm is not None:
+            heads = heads._replace(query=self.q_norm(heads.query), key=self.k_norm(heads.key))
+        return heads if self.v_norm is None else heads._replace(value=self.v_norm(heads.value))
+
+    def query_heads(self, projected: Float[Array, "T width"], rotation: Rotation | None) -> Float[Array, "T N H"]:
+        """Return normalized and rotated queries, of a layer that reads the keys and values of another."""
+        query = projected.reshape(len(projected), self.num_heads, self.head_dim)
+        query = self.q_norm(query) if self.qk_norm == "head" else query
+        return query if rotation is None else apply_rope(query, *rotation)
 
     def write_projected(
         self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T N H"], Pools]:
         """Return the queries, and this layer's pools with the step's keys and values, using the kernel's own writer."""
-        if not self.is_normed_last:
+        if not self.is_normed_last and self.v_norm is None:
             return super().write_projected(qkv, pools, inputs, settings)
         heads = self.heads(qkv, self.rotation(inputs))
         ready = jnp.concatenate([each.reshape(len(qkv), -1) for each in heads], axis=1)

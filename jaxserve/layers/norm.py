@@ -23,6 +23,7 @@ class RMSNorm(nnx.Module):
             features.
         offset: Added to the weight (Gemma: 1).
         has_weight: Whether there is a weight; it is 1 otherwise.
+        tensor: Name of the weight.
     """
 
     def __init__(
@@ -35,11 +36,12 @@ class RMSNorm(nnx.Module):
         unit: int | None = None,
         offset: float = 0.0,
         has_weight: bool = True,
+        tensor: str = "weight",
     ):
         if unit is None:
-            recipe = whole(scope.at("weight").module, (features,))
+            recipe = whole(scope.at(tensor).module, (features,))
         else:
-            recipe = stack_rows(scope, [Rows("", features, unit)], "weight")
+            recipe = stack_rows(scope, [Rows("", features, unit)], tensor)
         self.weight = vector(recipe, axis, scope, fill=1.0 - offset) if has_weight else None
         self.eps, self.offset, self.features, self.dtype = eps, offset, features, scope.policy.weights
 

@@ -81,6 +81,14 @@ class ClampedSwiGLU:
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class GeluGLU:
+    """``gelu(gate) * up``, with the approximation by tanh (Gemma 4)."""
+
+    def __call__(self, gate: Float[Array, "T F"], up: Float[Array, "T F"]) -> Float[Array, "T F"]:
+        return jax.nn.gelu(gate, approximate=True) * up
+
+
 class SharedExpert(nnx.Module):
     """An expert that computes every token, with an optional gate ``sigmoid(x @ w)`` per token.
 
@@ -113,9 +121,12 @@ class SparseMLP(nnx.Module):
         scope: Scope of the module.
         names: Names in checkpoints.
         shared: The shared expert, if there is one.
-        activation: Activation of experts with biases, whose gate and up are interleaved; None: ``silu(gate) * up``, of
-            experts without biases.
+        activation: Activation of the experts; None: ``silu(gate) * up``, without biases. If gate and up are
+            interleaved, the experts have biases.
         router_bias: Whether the router has a bias.
+        router_norm: Norm of the router's input, which is then not that of the experts; None: both are the same.
+        router_scale: Factor of the router's logits.
+        expert_scales: Tensor with a factor of the weight of each expert; None for none.
     """
 
     def __init__(
@@ -127,8 +138,11 @@ class SparseMLP(nnx.Module):
         scope: Scope,
         names: ExpertNames = DEFAULT_NAMES,
         shared: SharedExpert | None = None,
-        activation: ClampedSwiGLU | None = None,
+        activation: ClampedSwiGLU | GeluGLU | None = None,
         router_bias: bool = False,
+        router_norm: RMSNorm | None = None,
+        router_scale: float = 1.0,
+        expert_scales: str | None = None,
     ):
         parallel, policy, count = scope.parallel, scope.policy, routing.num_experts
         self.tile = ROW_TILE if policy.linear == policy.grouped == "native" else None
@@ -165,8 +179,13 @@ class SparseMLP(nnx.Module):
             (1, parts),
             scope,
         )
-        assert (activation is not None) == (names.biases is not None) == names.is_interleaved
-        self.activation = activation
+        assert (names.biases is not None) == names.is_interleaved and (
+            activation is not None or not names.is_interleaved
+        )
+        self.activation, self.is_interleaved = activation, names.is_interleaved
+        self.router_norm, self.router_scale = router_norm, router_scale
+        scales = whole(scope.at(expert_scales or "").module, (count,))
+        self.expert_scales = None if expert_scales is None else vector(scales, "embed", scope)
         gate_up_bias, down_bias = names.biases or (None, None)
         self.gate_up_bias = _expert_bias(gate_up_bias, count, 2 * ffn_size, "expert_ffn", scope)
         self.down_bias = _expert_bias(down_bias, count, hidden_size, "embed", scope)
@@ -193,7 +212,10 @@ class SparseMLP(nnx.Module):
         num_rows: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"]]:
         """Compute the same, and the indices of each token's experts."""
-        x, norm = block_input(x, norm, self.residual_axis)
+        if self.router_norm is None:
+            x, norm = block_input(x, norm, self.residual_axis)
+        else:
+            x, _ = block_input(x, None, self.residual_axis)
         tile, choose = self._tile(x), partial(self._choose, norm)
         x, weights, experts = map_rows(choose, (x,), len(x) if num_rows is None else num_rows, tile)
         if self.dispatch == "all_reduce":
@@ -213,9 +235,15 @@ class SparseMLP(nnx.Module):
         self, norm: RMSNorm | None, x: Float[Array, "T D"]
     ) -> tuple[Float[Array, "T D"], Float[Array, "T k"], Int[Array, "T k"]]:
         """Normalize; return that, and the weights and indices of each token's experts."""
+        routed = x if self.router_norm is None else self.router_norm(x)
         x = x if norm is None else norm(x)
+        logits = self.router.in_float32(x if self.router_norm is None else routed)
+        logits = logits if self.router_scale == 1.0 else logits * self.router_scale
         correction = None if self.correction is None else self.correction[...]
-        return x, *self.routing(self.router.in_float32(x), correction)
+        weights, experts = self.routing(logits, correction)
+        if self.expert_scales is not None:
+            weights = weights * self.expert_scales[...].astype(jnp.float32)[experts]
+        return x, weights, experts
 
     @property
     def _summed_axes(self) -> tuple[str, ...]:
@@ -266,7 +294,11 @@ class SparseMLP(nnx.Module):
         key = jnp.where(is_computed, experts, num_local).reshape(-1)  # tokens of other devices' experts sort last
         order = jnp.argsort(key, stable=True)
         group_sizes = count_each(key, num_local)
-        outputs = self._computed(x[order // per_token], group_sizes, jnp.minimum(key[order], num_local - 1))
+        rows = x[order // per_token]
+        if self.routing.weighs_inputs:
+            rows = (rows * weights.reshape(-1)[order][:, None]).astype(x.dtype)
+            weights = jnp.ones_like(weights)
+        outputs = self._computed(rows, group_sizes, jnp.minimum(key[order], num_local - 1))
         places = jnp.argsort(order).reshape(num_tokens, per_token)
         add, used = partial(_weighted_sum, outputs), num_tokens if num_rows is None else num_rows
         return map_rows(add, (places, weights, is_computed), used, self._tile(x))
@@ -278,19 +310,23 @@ class SparseMLP(nnx.Module):
         gated = grouped_matmul(self.gate_up, x, group_sizes)
         if self.activation is None:
             return grouped_matmul(self.down, gated, group_sizes)
-        assert self.down_bias is not None
         activated = map_rows(self._activated, (gated, experts), group_sizes.sum(), self._tile(x))
         outputs = grouped_matmul(self.down, activated, group_sizes).astype(jnp.float32)
+        if self.down_bias is None:
+            return outputs
         bias = self.down_bias[...][experts].astype(jnp.float32)
         if self.ffn_axis is not None:  # the devices that share an expert add their parts
             bias = jnp.where(axis_index(self.ffn_axis) == 0, bias, 0)
         return outputs + bias
 
     def _activated(self, gated: Float[Array, "rows F2"], experts: Int[Array, " rows"]) -> Float[Array, "rows F"]:
-        """Add the bias of each row's expert to interleaved gate and up, and apply the activation, in float32."""
-        assert self.activation is not None and self.gate_up_bias is not None
-        wide = gated.astype(jnp.float32) + self.gate_up_bias[...][experts].astype(jnp.float32)
-        return self.activation(wide[:, ::2], wide[:, 1::2])
+        """Add the bias of each row's expert to gate and up, if there is one, and apply the activation, in float32."""
+        assert self.activation is not None
+        wide = gated.astype(jnp.float32)
+        if self.gate_up_bias is not None:
+            wide += self.gate_up_bias[...][experts].astype(jnp.float32)
+        gate, up = (wide[:, ::2], wide[:, 1::2]) if self.is_interleaved else jnp.split(wide, 2, axis=1)
+        return self.activation(gate, up)
 
 
 def _weighted_sum(

@@ -53,7 +53,8 @@ def read_rope(fields: ConfigFields, head_dim: int, defaults: RopeDefaults) -> Ro
         scaling = scaling.nested(defaults.layer_type)
     kind = _read_rope_kind(scaling, defaults)
     max_positions = fields.integer("max_position_embeddings")
-    rotary_dim = int(head_dim * _read_partial_factor(fields, scaling, defaults))
+    share = _read_partial_factor(fields, scaling, defaults)
+    rotary_dim = head_dim if kind == "proportional" else int(head_dim * share)
     fewest = 4 if kind == "dynamic" else 2
     if rotary_dim % 2 or rotary_dim < fewest:
         fields.note("head_dim", f"expected an even number of rotated features, at least {fewest}, got {rotary_dim}")
@@ -67,6 +68,8 @@ def read_rope(fields: ConfigFields, head_dim: int, defaults: RopeDefaults) -> Ro
         rotary_dim=rotary_dim,
         max_positions=max_positions,
     )
+    if kind == "proportional":
+        return dataclasses.replace(rope, factor=scaling.number("factor", 1.0), rotated_share=share)
     if kind in ("linear", "dynamic"):
         return dataclasses.replace(rope, factor=scaling.number("factor"))
     if kind == "default":

@@ -31,6 +31,11 @@ class SparseConfig(DecoderConfig):
     sparse_layers: tuple[bool, ...]
     num_extra_layers: int = 0
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers have experts."""
+        return True
+
 
 def read_routing(fields: ConfigFields, experts: str, default: int, per_token: int, *, is_normalized: bool) -> Routing:
     """Read the numbers of experts.

@@ -59,6 +59,7 @@ class TextHalf(NamedTuple):
         return (*own, *(rf"(model\.)?{re.escape(module)}\..*" for module in self.others))
 
 
+_GEMMA4_OTHERS: Final = ("vision_tower", "embed_vision", "audio_tower", "embed_audio", "vision_embedder")
 _VISION: Final = ("vision_tower", "multi_modal_projector")
 _QWEN2_VL: Final = {
     **class_sizes(152064, 8192, 29568, 80, 64, 32768),
@@ -90,6 +91,12 @@ TEXT_HALVES: Final[Mapping[str, TextHalf]] = {
         _VISION,
         {**class_sizes(262208, 2304, 9216, 26, 8, 131072), "tie_word_embeddings": True},
     ),
+    "Gemma4ForConditionalGeneration": TextHalf(
+        {"gemma4_text": "Gemma4ForCausalLM"}, _GEMMA4_OTHERS, {"tie_word_embeddings": True}
+    ),
+    "Gemma4UnifiedForConditionalGeneration": TextHalf(
+        {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}, _GEMMA4_OTHERS, {"tie_word_embeddings": True}
+    ),
     **dict.fromkeys(
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
         TextHalf(
@@ -98,8 +105,15 @@ TEXT_HALVES: Final[Mapping[str, TextHalf]] = {
             {},
         ),
     ),
+    "Llama4ForConditionalGeneration": TextHalf(
+        {"llama4_text": "Llama4ForCausalLM"}, ("vision_model", "multi_modal_projector"), {}
+    ),
     "Mistral3ForConditionalGeneration": TextHalf(
-        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+        {
+            "mistral": "MistralForCausalLM",
+            "ministral3": "Ministral3ForCausalLM",
+            "mistral4": "Mistral4ForCausalLM",
+        },
         _VISION,
         class_sizes(32000, 4096, 14336, 32, 32, 131072),
     ),

@@ -1,11 +1,10 @@
-"""Render conversations to prompts with Jinja chat templates, in transformers' sandbox."""
+"""Render conversations to prompts with Jinja chat templates."""
 
 import contextlib
 import functools
 import json
 import logging
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,20 +13,14 @@ import jinja2
 from jaxserve.api.chat_messages import check_messages
 from jaxserve.api.errors import RequestError
 from jaxserve.api.field_checks import sequence
+from jaxserve.text.chat_templates import compile_template, render_template
 from jaxserve.text.content_format import ContentFormat, asks_for_null, check_format, convert_content, detect_format
 
 Message = Mapping[str, Any]
 
-MAX_RENDERED_CHARACTERS = 2**25
-"""Longest rendered prompt, in characters; limits runaway templates."""
 _MAX_TEMPLATES = 64
 
 logger = logging.getLogger(__name__)
-
-
-def quiet_transformers() -> None:
-    """Suppress transformers' notice about missing torch; call before importing transformers."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def load_chat_template(template: str | Path) -> str:
@@ -147,40 +140,21 @@ def _render_calls(
     may_be_null = _asks_for_null(template)
     messages = [_template_message(message, content_format, may_be_null) for message in conversation]
     try:
-        return _render(messages, template, variables)
+        return render_template(template, messages, **variables)
     except TypeError:
         if not any("tool_calls" in message for message in messages):
             raise
-    return _render([_with_json_arguments(message) for message in messages], template, variables)
-
-
-def _render(messages: Sequence[dict[str, Any]], template: str, variables: Mapping[str, Any]) -> str:
-    from transformers.utils import chat_template_utils
-
-    environment = _environment(template)
-    environment.concat = _join_bounded
-    rendered, _ = chat_template_utils.render_jinja_template(
-        conversations=[list(messages)], chat_template=template, **variables
-    )
-    return rendered[0]
-
-
-def _environment(template: str) -> Any:
-    """Return the Jinja environment of a template; transformers creates one per template."""
-    quiet_transformers()
-    from transformers.utils import chat_template_utils
-
-    return chat_template_utils._compile_jinja_template(template).environment
+    return render_template(template, [_with_json_arguments(message) for message in messages], **variables)
 
 
 @functools.lru_cache(maxsize=_MAX_TEMPLATES)
 def _detect_format(template: str) -> ContentFormat:
-    return detect_format(_environment(template).parse(template))
+    return detect_format(compile_template(template).environment.parse(template))
 
 
 @functools.lru_cache(maxsize=_MAX_TEMPLATES)
 def _asks_for_null(template: str) -> bool:
-    return asks_for_null(_environment(template).parse(template))
+    return asks_for_null(compile_template(template).environment.parse(template))
 
 
 def _template_message(message: Message, content_format: ContentFormat, may_be_null: bool) -> dict[str, Any]:
@@ -234,18 +208,3 @@ def _read_arguments(name: str, written: str) -> Mapping[str, Any]:
         return arguments
     logger.warning("the arguments of a call to %r are not a JSON object; the chat template gets {} instead", name)
     return {}
-
-
-def _join_bounded(pieces: Iterable[str]) -> str:
-    """Join a template's output while it renders, and stop at the limit.
-
-    This bounds output only. transformers' sandbox limits each `range` to 100,000; neither limits time.
-    """
-    joined: list[str] = []
-    length = 0
-    for piece in pieces:
-        joined.append(piece)
-        length += len(piece)
-        if length > MAX_RENDERED_CHARACTERS:
-            raise ValueError(f"its output exceeds {MAX_RENDERED_CHARACTERS} characters")
-    return "".join(joined)

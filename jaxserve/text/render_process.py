@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxserve.api.errors import RequestError
 from jaxserve.child_process import READY
-from jaxserve.text.chat import choose_template, quiet_transformers, render_chat
+from jaxserve.text.chat import choose_template, render_chat
 
 _TOO_MUCH_MEMORY = {"error": "the chat template failed: it takes more memory than allowed"}
 
@@ -54,10 +54,6 @@ def _response(
 
 def _serve() -> None:
     """Render until standard input ends."""
-    quiet_transformers()
-    from transformers.utils import chat_template_utils
-
-    del chat_template_utils  # loaded before the limits count
     first = sys.stdin.readline()
     if not first:  # the parent has ended
         return

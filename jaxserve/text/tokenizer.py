@@ -12,7 +12,8 @@ import tokenizers
 
 from jaxserve.api.chat_messages import check_messages
 from jaxserve.api.errors import ConfigError, RequestError
-from jaxserve.text.chat import choose_template, quiet_transformers, render_chat
+from jaxserve.text.chat import choose_template, render_chat
+from jaxserve.text.chat_templates import quiet_transformers
 from jaxserve.text.fast_backend import FastBackend
 from jaxserve.text.flagged_tokens import add_flagged_tokens
 from jaxserve.text.sentencepiece_backend import SentencePieceBackend, read_sentencepiece

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from transformers.utils import chat_template_utils
 
 from jaxserve.api.chat_messages import check_messages
 from jaxserve.api.errors import RequestError
 from jaxserve.parsers import MessageParser, starts_in_reasoning
-from jaxserve.text.chat import MAX_RENDERED_CHARACTERS, render_chat
+from jaxserve.text.chat import render_chat
+from jaxserve.text.chat_templates import MAX_RENDERED_CHARACTERS, render_template
 from jaxserve.text.tokenizer import Tokenizer
 
 TOOLS = [
@@ -357,3 +360,76 @@ def test_a_runaway_template_is_stopped(template: str) -> None:
 def test_templates_that_fail_are_request_errors(template: str) -> None:
     with pytest.raises(RequestError, match="the chat template failed"):
         render(template, [{"role": "user", "content": "a"}])
+
+
+class Rich(str):
+    """A string with a method that templates must not reach."""
+
+    def delete(self) -> str:
+        """Do harm."""
+        return "deleted"
+
+
+def add(first: int, second: int = 2) -> int:
+    """Add two numbers.
+
+    Args:
+        first: One.
+        second: The other.
+    """
+    return first + second
+
+
+@pytest.mark.parametrize(
+    ("template", "variables"),
+    [
+        ("{% for m in messages %}{% generation %}{% set x = m %}{{ x }}{% endgeneration %}{{ x }}{% endfor %}", {}),
+        ("{% for m in messages %}{{ m.content }}{% break %}{% endfor %}", {}),
+        ("{% set ns = namespace(self=1, a='x') %}{% set ns.a = ns.a ~ 2 %}{{ ns.a }}{{ ns.self }}", {}),
+        ("{{ dict(a=1) }}{{ dict.fromkeys(['b'], 2) }}{{ documents }}{{ tools }}{{ given | tojson(indent=1) }}", {}),
+        ("{{ messages | tojson }}", {}),
+        ("{{ strftime_now('%Y') }}{{ given }}", {"given": {"a": (1, np.float32(0.5), np.bool_(False), np.arange(2))}}),
+        ("{{ given.delete }}.{{ given }}", {"given": Rich("text")}),
+        ("{{ tools | tojson }}", {"tools": [add, TOOLS[0]]}),
+        ("{% for m in messages %}{{ m.content }}.{% endfor %}", {"continue_final_message": True}),
+        ("{% for m in messages %}{{ m.content | trim }}.{% endfor %}", {"continue_final_message": True}),
+    ],
+)
+def test_templates_render_as_in_transformers(template: str, variables: dict[str, Any]) -> None:
+    messages = [
+        {"role": "user", "content": "ä <b>"},
+        {"role": "assistant", "content": "c ", "reasoning_content": "r", "thinking": "r"},
+    ]
+    options = {"tools": None, "continue_final_message": False, "given": None, **variables}
+    (wanted,), _ = chat_template_utils.render_jinja_template(
+        conversations=[messages], chat_template=template, **options
+    )
+    assert render_template(template, messages, **options) == wanted
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ namespace(__class__=1) }}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+        "{{ dict.__class__.mro() }}",
+        "{{ dict.update }}{{ dict.update({}) }}",
+        "{{ raise_exception.__globals__.json }}",
+    ],
+)
+def test_templates_stay_in_the_sandbox(template: str) -> None:
+    with pytest.raises(RequestError, match="the chat template failed"):
+        render(template, [{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[0].role }}{{ messages[0].content[:1] }}", "does not show the last message"),
+        ("{{ messages[0].role }}", "does not read the content"),
+    ],
+)
+def test_last_messages_that_cannot_be_continued(template: str, message: str) -> None:
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    with pytest.raises(RequestError, match=f"the chat template failed: continue_final_message=True, but .*{message}"):
+        render(template, [{"role": "assistant", "content": "abc"}], **options)

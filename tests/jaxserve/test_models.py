@@ -124,6 +124,14 @@ GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
 }
+GEMMA4 = {
+    "tie_word_embeddings": True,
+    "sliding_window": 9,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 509,
+    "final_logit_softcapping": 20.0,
+    "global_head_dim": 24,
+}
 DEEPSEEK = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -356,6 +364,73 @@ ROWS = {
     "starcoder2": Row(family="Starcoder2", raw={"norm_epsilon": 1e-4, "sliding_window": 11}, is_sibling=True),
     "apertus": Row(family="Apertus", raw={"hidden_act": "xielu"}, is_sibling=True),
     "nanochat": Row(family="NanoChat", raw={"hidden_act": "relu2"}, is_sibling=True),
+    "gemma4-e2b": Row(
+        family="Gemma4",
+        raw=GEMMA4
+        | {"num_hidden_layers": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True}
+        | {"layer_types": [*GEMMA3_LAYERS[:1], GEMMA3_LAYERS[2]] * 3, "hidden_size_per_layer_input": 20},
+        is_sibling=True,
+    ),
+    "gemma4-31b": Row(
+        family="Gemma4",
+        raw=GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "layer_types": GEMMA3_LAYERS},
+        is_sibling=True,
+    ),
+    "gemma4-26b": Row(
+        family="Gemma4",
+        raw=GEMMA4
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 28}
+        | {"layer_types": GEMMA3_LAYERS},
+        num_experts=6,
+        is_sibling=True,
+    ),
+    "phimoe": Row(
+        family="Phimoe",
+        raw=rope("longrope", **LONGROPE, short_mscale=1.1, long_mscale=1.3, original_max_position_embeddings=44)
+        | {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2},
+        is_fixed_rope=False,
+        num_experts=6,
+        is_sibling=True,
+    ),
+    "granite4": Row(
+        family="GraniteMoeHybrid",
+        raw=GRANITE
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 28}
+        | {"layer_types": ["full_attention"] * 3, "hidden_size": 96, "mamba_n_heads": 12},
+        num_experts=6,
+        is_sibling=True,
+    ),
+    "granite4-dense": Row(
+        family="GraniteMoeHybrid",
+        raw=GRANITE
+        | {"num_local_experts": 0, "shared_intermediate_size": 28, "position_embedding_type": "rope"}
+        | {"layer_types": ["full_attention"] * 3, "hidden_size": 96, "mamba_n_heads": 12},
+        fast=(),
+        is_sibling=True,
+    ),
+    "mistral4": Row(
+        family="Mistral4",
+        raw=DEEPSEEK
+        | rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.5,
+        )
+        | {"n_shared_experts": 1, "first_k_dense_replace": 0, "head_dim": 22},
+        num_experts=8,
+        is_sibling=True,
+    ),
+    "llama4": Row(
+        family="Llama4",
+        raw={"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 28, "intermediate_size_mlp": 52}
+        | {"moe_layers": [1], "no_rope_layers": [1, 0, 1], "floor_scale": 16, "attn_scale": 0.5}
+        | {"attention_chunk_size": 96},
+        num_experts=6,
+        is_sibling=True,
+    ),
     "granite-moe": Row(
         family="GraniteMoe",
         raw=GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 3},
@@ -372,7 +447,9 @@ def prompts(vocab_size: int) -> list[list[int]]:
 
 def make_hf(row: Row) -> Any:
     """Transformers' model with random weights, none of them neutral."""
-    name = {"Gemma3": "Gemma3TextConfig"}.get(row.family, f"{row.family}Config")
+    name = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig", "Llama4": "Llama4TextConfig"}.get(
+        row.family, f"{row.family}Config"
+    )
     model_class = {"GPT2": "GPT2LMHeadModel"}.get(row.family, f"{row.family}ForCausalLM")
     config = getattr(transformers, name)(**{**SIZES, **row.raw})
     config._attn_implementation = "eager"
@@ -385,12 +462,14 @@ def make_hf(row: Row) -> Any:
                 scale = gain if "embed" in name else gain * parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, scale)
             elif "norm" in name or ".ln_" in name:
-                parameter.uniform_(0.5, 1.5).sub_(1.0 if row.family.startswith("Gemma") else 0.0)
+                parameter.uniform_(0.5, 1.5).sub_(1.0 if row.family in ("Gemma", "Gemma2", "Gemma3") else 0.0)
             else:
                 parameter.normal_(0.0, 0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         model.tie_weights()
     return model
 

@@ -46,10 +46,23 @@ PIXTRAL = {
 }
 SIGLIP = {name: value for name, value in PIXTRAL.items() if name not in ("model_type", "head_dim")}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 150,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3",
         {"text_config": TEXT | {"sliding_window": 5}, "vision_config": SIGLIP, "mm_tokens_per_image": 4},
+    ),
+    "gemma4": (
+        "Gemma4",
+        {"text_config": TEXT | GEMMA4, "vision_config": None, "audio_config": None},
     ),
     "qwen2-vl": (
         "Qwen2VL",

@@ -155,6 +155,7 @@ def test_the_client_says_what_runs(client: EngineClient) -> None:
     assert "KV pages" in [line.name for line in model.memory]
 
 
+@pytest.mark.slow  # test_llm.py has it in this process, and the shared engine compiles nothing while it serves
 def test_the_engine_has_run_its_programs_when_it_is_ready(
     run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -573,8 +574,16 @@ def test_a_client_without_a_process_says_so() -> None:
     ("arguments", "message"),
     [
         ({"model": "/nowhere/model"}, "/nowhere/model"),
-        ({"max_model_len": 100_000}, "max_model_len=100000 exceeds the model's maximum of 512 positions"),
-        ({"max_num_sequences": 3}, "LLM has no argument 'max_num_sequences'; did you mean 'max_num_seqs'"),
+        pytest.param(
+            {"max_model_len": 100_000},
+            "max_model_len=100000 exceeds the model's maximum of 512 positions",
+            marks=pytest.mark.slow,  # a start each: test_config.py and test_models.py have these errors
+        ),
+        pytest.param(
+            {"max_num_sequences": 3},
+            "LLM has no argument 'max_num_sequences'; did you mean 'max_num_seqs'",
+            marks=pytest.mark.slow,
+        ),
         ({"hf_overrides": object()}, "the engine's arguments must be JSON values"),
     ],
     ids=range(4),
@@ -712,7 +721,7 @@ def test_stopping_lets_requests_end(run: Run) -> None:
         assert run(client.wait_ended()) == "it was stopped"
 
 
-def test_requests_that_fail_together_fail_while_their_templates_render(run: Run) -> None:
+def test_requests_fail_together_and_stopping_at_once_ends_them_with_what_they_have(run: Run) -> None:
     with running(run, chat_template_timeout=60.0) as client:
 
         async def fail() -> list[Any]:
@@ -722,16 +731,12 @@ def test_requests_that_fail_together_fail_while_their_templates_render(run: Run)
             client.fail_requests(UnavailableError("the server shut down"))
             return await asyncio.gather(*reading, return_exceptions=True)
 
-        assert [str(error) for error in run(fail())] == ["the server shut down"] * 2
-
-
-def test_stopping_at_once_ends_requests_with_what_they_have(run: Run) -> None:
-    with running(run) as client:
-
         async def cut() -> list[CompletionOutput]:
+            await until_idle(client)
             reading = asyncio.ensure_future(answer(client, asked(params=LONG)))
             await until(lambda: is_at(client, "num_requests_running", 1))
             await client.stop(0.0)
             return await reading
 
+        assert [str(error) for error in run(fail())] == ["the server shut down"] * 2
         assert run(cut())[0].finish_reason == "abort"
