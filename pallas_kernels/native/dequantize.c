@@ -53,10 +53,18 @@ static void read_nibbles(const uint8_t *bytes, int64_t count, int up, uint8_t *c
   for (; i < count; i++) codes[i] |= (uint8_t)((bytes[i / 2] >> i % 2 * 4 & 15) << up);
 }
 
+// Reads eight codes that run from byte to byte.
+static void read_eight(const uint8_t *bytes, int64_t width, uint8_t *codes) {
+  uint64_t stream = 0;
+  for (int64_t i = 0; i < width; i++) stream |= (uint64_t)bytes[i] << 8 * i;
+  for (int i = 0; i < 8; i++, stream >>= width) codes[i] = stream & ((1u << width) - 1);
+}
+
 // Adds fields to the codes of a block, above the bits that these have.
 static void read_fields(Fields fields, const uint8_t *block, int64_t num_codes, int up, uint8_t *codes) {
   const uint8_t mask = (uint8_t)((1 << fields.width) - 1);
   const uint8_t *bytes = block + fields.offset;
+  if (!fields.run) return read_eight(bytes, fields.width, codes);
   if (fields.width == 1 && fields.run == 1) return read_bits(bytes, num_codes, up, codes);
   if (fields.width == 4 && fields.run == 1) return read_nibbles(bytes, num_codes, up, codes);
   for (int64_t i = 0; i < num_codes; bytes += fields.run)
