@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.reader import CheckpointReader, ClosingReader
+from checkpoints.reader import BaseReader, CheckpointReader
 from checkpoints.tensor_info import Bounds, Index, TensorInfo, index_bounds
 
 
@@ -32,7 +32,7 @@ Arrangement = Callable[[CheckpointReader], Mapping[str, View]]
 """Returns the views of a reader's tensors, by name."""
 
 
-class ArrangedReader(ClosingReader):
+class ArrangedReader(BaseReader):
     """Shows views in place of the tensors that they are made of; the others as they are.
 
     Attributes:
@@ -73,6 +73,13 @@ class ArrangedReader(ClosingReader):
         bounds = index_bounds(index, view.info.shape)
         shape = tuple(stop - start for start, stop in bounds)
         return view.read(bounds) if 0 not in shape else np.empty(shape, view.info.dtype)
+
+    def read_into(self, name: str, index: Index, result: np.ndarray) -> None:
+        """Read a box of a tensor into an array, rounded once to its dtype; see ``BaseReader``."""
+        if name in self._views:
+            super().read_into(name, index, result)
+        else:
+            self.inner.read_into(name, index, result)
 
     def close(self) -> None:
         """Close the files."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from checkpoints.arranged import ArrangedReader
 from checkpoints.errors import CheckpointError
+from checkpoints.fused_experts import arrange_experts, fused_experts
 from checkpoints.gpt_oss_names import arrange_original, has_original_names
 from checkpoints.orbax_io import OrbaxReader, find_orbax, find_trees
 from checkpoints.quantized.format import Format
@@ -99,7 +100,7 @@ def open_checkpoint(path: str | Path, listings: Listings | None = None, load_for
     if settings is not None:
         decoded = partial(_open_quantized, format_for(settings), listings)
         found = [candidate._replace(open=partial(decoded, candidate.open)) for candidate in found]
-    found = [candidate._replace(open=partial(_open_named, candidate.open)) for candidate in found]
+    found = [candidate._replace(open=partial(_open_named, listings, candidate.open)) for candidate in found]
     if not found:
         raise CheckpointError(f"{path}: no weights found; looked for {_LOOKED_FOR[load_format]}")
     reader = found[0].open() if len(found) == 1 else _open_first_model(path, found, listings)
@@ -111,10 +112,16 @@ def open_checkpoint(path: str | Path, listings: Listings | None = None, load_for
     return reader
 
 
-def _open_named(open_stored: Callable[[], CheckpointReader]) -> CheckpointReader:
-    """Open a checkpoint in Hugging Face's names, which OpenAI's own files of GPT-OSS have not."""
+def _open_named(listings: Listings | None, open_stored: Callable[[], CheckpointReader]) -> CheckpointReader:
+    """Open a checkpoint in Hugging Face's names, which OpenAI's own files of GPT-OSS have not, and with a tensor for
+    each expert where the model has one."""
     reader = open_stored()
-    return ArrangedReader(reader, arrange_original) if has_original_names(reader.tensors) else reader
+    if has_original_names(reader.tensors):
+        return ArrangedReader(reader, arrange_original)
+    fused = fused_experts(reader.tensors)
+    if fused and listings is not None and not any(name in form for form in listings() for name in fused):
+        return ArrangedReader(reader, arrange_experts)
+    return reader
 
 
 def _open_quantized(

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from checkpoints.file_ranges import RangeFile, StridedLayout
-from checkpoints.reader import ClosingReader
+from checkpoints.reader import BaseReader
 from checkpoints.tensor_info import Index, TensorInfo
 
 
-class FileReader(ClosingReader):
+class FileReader(BaseReader):
     """Reads one file.
 
     Args:

@@ -16,7 +16,6 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from checkpoints.errors import CheckpointError
-from checkpoints.quantized.reader import QuantizedReader
 from checkpoints.reader import CheckpointReader
 from checkpoints.recipe import Piece, TensorRecipe
 from checkpoints.recipe_check import check_recipes as check_recipes
@@ -173,11 +172,7 @@ def read_shard(reader: CheckpointReader, recipe: TensorRecipe, bounds: Bounds, d
         target = shard[(*chunk.target_index, ...)]
         target = target.T if chunk.is_transposed else target
         target = np.expand_dims(target, tuple(range(len(chunk.source_index) - target.ndim)))
-        if isinstance(reader, QuantizedReader) and chunk.source in reader.quantized:
-            reader.read_into(chunk.source, chunk.source_index, target)
-            return
-        with np.errstate(over="ignore", invalid="ignore"):
-            target[...] = reader.read(chunk.source, chunk.source_index)
+        reader.read_into(chunk.source, chunk.source_index, target)
 
     for piece in recipe.pieces:
         chunks = _chunks(piece, bounds, reader.tensors[piece.source])

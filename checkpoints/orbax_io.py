@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.reader import ClosingReader
+from checkpoints.reader import BaseReader
 from checkpoints.tensor_info import Index, TensorInfo, index_bounds
 
 CHUNK_BYTES = 32 << 20
@@ -88,7 +88,7 @@ def _saving_context(ocp: Any) -> Any:
     return context
 
 
-class OrbaxReader(ClosingReader):
+class OrbaxReader(BaseReader):
     """Reads an Orbax checkpoint; nested trees give names joined by dots.
 
     Args:

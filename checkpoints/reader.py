@@ -28,6 +28,10 @@ class CheckpointReader(Protocol):
         """Return a box of a tensor (one slice of step 1 for each axis) as a new contiguous array."""
         ...
 
+    def read_into(self, name: str, index: Index, result: np.ndarray) -> None:
+        """Read a box of a tensor into an array of its shape, rounded once to the array's dtype."""
+        ...
+
     def close(self) -> None:
         """Close the files; a second call does nothing."""
         ...
@@ -41,8 +45,23 @@ class CheckpointReader(Protocol):
         ...
 
 
-class ClosingReader(ABC):
-    """A reader as a context manager that closes its files."""
+class BaseReader(ABC):
+    """The base of readers: a context manager that closes its files."""
+
+    @abstractmethod
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Return a box of a tensor (one slice of step 1 for each axis) as a new array."""
+
+    def read_into(self, name: str, index: Index, result: np.ndarray) -> None:
+        """Read a box of a tensor into an array, converted with NumPy's rules: rounded, and infinite when too large.
+
+        Args:
+            name: The tensor.
+            index: One slice of step 1 for each axis.
+            result: An array of the box's shape.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            result[...] = self.read(name, index)
 
     @abstractmethod
     def close(self) -> None:
@@ -57,7 +76,7 @@ class ClosingReader(ABC):
         self.close()
 
 
-class ShardedReader(ClosingReader):
+class ShardedReader(BaseReader):
     """Reads several files as one checkpoint.
 
     Args:

@@ -17,7 +17,7 @@ from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.request import Request, parse_prompt
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.engine.request_state import RequestState
-from jaxserve.engine.stream import Stream, deadline_after
+from jaxserve.engine.stream import Content, Stream, deadline_after
 from jaxserve.reshard.resharding import ReshardReport
 from jaxserve.running_model import RunningModel
 from jaxserve.text.chat import split_conversations
@@ -222,16 +222,18 @@ class AsyncLLM(RunningModel):
 
 @dataclasses.dataclass(frozen=True)
 class EventLoopReaders:
-    """Coroutines on an event loop, woken with one call to the loop."""
+    """Coroutines on an event loop, which get outputs with one call to the loop."""
 
     loop: asyncio.AbstractEventLoop
 
-    def wake(self, sinks: Sequence["EventLoopSink"]) -> None:
-        """Wake the readers of these sinks. Thread-safe."""
+    def take(self, contents: Sequence[tuple["EventLoopSink", Content]]) -> None:
+        """See ``Readers``."""
+        for sink, content in contents:
+            sink.contents.append(content)
         try:
-            self.loop.call_soon_threadsafe(_wake_all, sinks)
+            self.loop.call_soon_threadsafe(_wake_all, [sink for sink, _ in contents])
         except RuntimeError:
-            logger.warning("an event loop was closed while %d requests were running", len(sinks))
+            logger.warning("an event loop was closed while %d requests were running", len(contents))
 
 
 class EventLoopSink:
@@ -241,21 +243,21 @@ class EventLoopSink:
 
     Args:
         loop: Event loop of the reader.
+
+    Attributes:
+        readers: The readers on the event loop.
+        contents: The output, and the error that ends the stream, until the reader takes them.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.readers = EventLoopReaders(loop)
-        self._contents: collections.deque[RequestOutput | BaseException] = collections.deque()
+        self.contents = collections.deque[Content]()
         self._has_content = asyncio.Event()
 
     @property
     def has_room(self) -> bool:
         """Whether the previous output has been taken."""
-        return not self._contents
-
-    def put(self, content: RequestOutput | BaseException) -> None:
-        """Add an output or an error. Call on any thread, then wake the reader."""
-        self._contents.append(content)
+        return not self.contents
 
     def wake(self) -> None:
         """Wake the reader. Call on its event loop."""
@@ -267,10 +269,10 @@ class EventLoopSink:
         Raises:
             BaseException: The error that ends the stream.
         """
-        while not self._contents:
+        while not self.contents:
             self._has_content.clear()
             await self._has_content.wait()
-        content = self._contents.popleft()
+        content = self.contents.popleft()
         if isinstance(content, BaseException):
             raise content
         return content

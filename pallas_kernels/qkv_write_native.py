@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention import AttentionBatch
 from pallas_kernels.qkv_write import Pools, QkNorms, Rotation
 
 _DTYPES = ("float32", "bfloat16")
-_MOST_HEAD_DIM = 256
+_MOST_HEAD_DIM = 512
 _PAGE_MULTIPLE = 8
 
 

@@ -8,15 +8,14 @@ microseconds per step as one JSON line.
 """
 
 import argparse
+import collections
 import dataclasses
 import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from jaxserve.api.request import parse_prompt
 from jaxserve.api.sampling_params import SamplingParams
@@ -67,28 +66,21 @@ class HostRunner:
         self._slots = Slots(num_rows, table_pages, PAGE_SIZE, num_pages, vocab_size)
         self._buckets = Buckets.make(num_rows, 8192, table_pages)
         self._tokens = [[token] for token in random.Random(0).choices(range(270, vocab_size), k=num_rows)]
+        self._num_rows = collections.deque[int]()  # of each step in flight
 
-    def launch(self, plans: Sequence[StepPlan]) -> int:
-        """Build the step's buffers; the handle is the number of rows."""
+    def launch(self, plans: Sequence[StepPlan]) -> None:
+        """Build the step's buffers."""
         (plan,) = plans
         slots = self._slots
         slots.apply(plan)
         variant = slots.variant(plan, bool(slots.masked_rows(plan)))
         shape = self._buckets.shape_for(plan.num_tokens, plan.is_decode_only)
         batch.build(slots, plan, shape, VARIANTS.index(variant))
-        return plan.num_rows
+        self._num_rows.append(plan.num_rows)
 
-    def collect(self, handle: int) -> list[StepResult]:
+    def collect(self) -> list[StepResult]:
         """Return the tokens."""
-        return [StepResult(self._tokens[:handle], None, None)]
-
-    def weights(self) -> dict[str, np.ndarray]:
-        """Return no weights."""
-        return {}
-
-    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Accept no weights."""
-        assert not weights, "a runner without weights"
+        return [StepResult(self._tokens[: self._num_rows.popleft()], None, None)]
 
     def reset(self) -> None:
         """Do nothing: no launch is interrupted."""

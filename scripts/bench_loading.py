@@ -3,13 +3,15 @@
     python scripts/bench_loading.py                                  all formats, matrices of 4096 x 4096
     python scripts/bench_loading.py --formats "awq" "gguf Q4_K"
 
-Each format is loaded in a process of its own, from the page cache to bfloat16, in turns with the native kernel and
-with NumPy alone. Prints the bytes of bfloat16 written per second (the fastest of the repetitions) and how far the peak
-of the process's memory is above the loaded arrays.
+Each format is loaded in a process of its own, from the page cache to bfloat16, in turns with the native kernel, with
+NumPy alone, and from a checkpoint of the same size that is bfloat16 already. Prints the bytes of bfloat16 written per
+second (the fastest of the repetitions), how fast the native kernel is relative to the bfloat16 checkpoint (the median
+of the turns), and how far the peak of the process's memory is above the loaded arrays.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,7 +39,6 @@ from tests import quantized_files as files
 from tests.gguf_files import Blocks, random_blocks, write_gguf
 from tests.quantized_cases import BITS4, BITS8, Case, compressed, fp8, gptq, mlx, packed
 
-PLAIN = "bfloat16"
 _NUM_MATRICES = 3
 _FLOAT8 = ml_dtypes.float8_e4m3fn
 _CASES: Mapping[str, Case] = {
@@ -102,7 +103,6 @@ def _write_gguf(kind: str, folder: Path, size: int) -> Path:
 
 
 FORMATS: Mapping[str, Callable[[Path, int], Path]] = {
-    PLAIN: _write_plain,
     **{name: partial(_write_case, case) for name, case in _CASES.items()},
     "mxfp4 of gpt-oss": _write_mxfp4,
     **{f"gguf {kind}": partial(_write_gguf, kind) for kind in UNPACK},
@@ -127,18 +127,21 @@ def _load(path: Path, decoder: Callable[[Planes, np.ndarray], None]) -> tuple[fl
         return time.perf_counter() - start, sum(array.nbytes for array in arrays.values())
 
 
-def _measure(path: Path, repetitions: int) -> dict[str, float]:
-    """Return speed in GB/s with and without the native kernel, and the peak of memory above the arrays in MB."""
+def _measure(path: Path, plain: Path, repetitions: int) -> dict[str, float]:
+    """Return the columns of the table: speed in GB/s, ratio of speeds, and memory above the arrays in MB."""
     jax.devices("cpu")
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
     _, num_bytes = _load(path, decode)
     above = _memory("VmHWM") - before - num_bytes
-    seconds: dict[str, list[float]] = {"native": [], "numpy": []}
+    turns = {"native": (path, decode), "plain": (plain, decode), "numpy": (path, Planes.decode_into)}
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(repetitions):
-        for name, decoder in (("native", decode), ("numpy", Planes.decode_into)):
-            seconds[name].append(_load(path, decoder)[0])
-    return {name: num_bytes / min(taken) / 1e9 for name, taken in seconds.items()} | {"above": above / 1e6}
+        for name, turn in turns.items():
+            seconds[name].append(_load(*turn)[0])
+    ratios = [of_plain / taken for of_plain, taken in zip(seconds["plain"], seconds["native"], strict=True)]
+    speeds = {name: num_bytes / min(taken) / 1e9 for name, taken in seconds.items()}
+    return speeds | {"ratio": statistics.median(ratios), "above": above / 1e6}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -147,19 +150,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT")
     parser.add_argument("--size", type=int, default=4096, help="rows and columns of a matrix (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="turns of each (default: %(default)s)")
-    parser.add_argument("--measure", type=Path, help="measure this checkpoint and print JSON (used by the processes)")
+    parser.add_argument(
+        "--measure", type=Path, nargs=2, help="measure this checkpoint and a plain one, print JSON (for the processes)"
+    )
     options = parser.parse_args(arguments)
     if options.measure is not None:
-        print(json.dumps(_measure(options.measure, options.repetitions)))
+        path, plain = options.measure
+        print(json.dumps(_measure(path, plain, options.repetitions)))
         return
-    print("| format | native, GB/s | NumPy, GB/s | memory above the arrays, MB |\n|---|---|---|---|", flush=True)
-    for name in options.formats:
-        with tempfile.TemporaryDirectory() as folder:
-            path = FORMATS[name](Path(folder), options.size)
-            command = [sys.executable, __file__, "--measure", str(path), "--repetitions", str(options.repetitions)]
-            found: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-        numpy_speed = "" if name == PLAIN else f"{found['numpy']:.2f}"
-        print(f"| {name} | {found['native']:.2f} | {numpy_speed} | {found['above']:.0f} |", flush=True)
+    print("| format | native, GB/s | NumPy | bfloat16 | native : bfloat16 | memory, MB |\n|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as plain:
+        _write_plain(Path(plain), options.size)
+        for name in options.formats:
+            with tempfile.TemporaryDirectory() as folder:
+                path = FORMATS[name](Path(folder), options.size)
+                command = [sys.executable, __file__, "--repetitions", str(options.repetitions), "--measure"]
+                done = subprocess.run([*command, str(path), plain], stdout=subprocess.PIPE, check=True)
+            found: dict[str, Any] = json.loads(done.stdout)
+            speeds = " | ".join(f"{found[speed]:.2f}" for speed in ("native", "numpy", "plain", "ratio"))
+            print(f"| {name} | {speeds} | {found['above']:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

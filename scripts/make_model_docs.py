@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from checkpoints.quantized.registry import DESCRIPTIONS, REFUSED
-from jaxserve.lab.models import gguf_names
+from jaxserve.lab.models import TEXT_HALVES_NOTE, gguf_names
 from jaxserve.text.gguf_splits import SPLITTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +27,7 @@ def architectures() -> str:
     lines = ["| `architectures` in config.json | in GGUF files |", "|---|---|"]
     lines += [f"| `{name}` | `{gguf}` |" for name, gguf in gguf_names().items()]
     about = f"{len(SPLITTINGS)} names of `tokenizer.ggml.pre` are known. `jaxserve models` prints both tables."
-    return "\n".join([*lines, "", *wrapped(about)])
+    return "\n".join([*lines, "", *wrapped(f"{TEXT_HALVES_NOTE} {about}")])
 
 
 def summary() -> str:

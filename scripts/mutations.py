@@ -45,8 +45,8 @@ MUTATIONS = (
     Mutation(
         "scheduler: preempts the first sequence instead of the last",
         "jaxserve/scheduling/scheduler.py",
-        "draft.preempts, victim = True, self.running[-1]",
-        "draft.preempts, victim = True, self.running[0]",
+        "step.preempts, victim = True, self.running[-1]",
+        "step.preempts, victim = True, self.running[0]",
         ("tests/jaxserve/test_scheduler.py",),
     ),
     Mutation(

@@ -13,10 +13,10 @@ from jaxserve.api.request import Request
 from jaxserve.bench.traces import MAX_PIECE_ID, Trace, pieces
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
-from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.row_starts import RowStarts
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step import Step
 
 
 class Reuse(NamedTuple):
@@ -189,16 +189,16 @@ class Simulation:
         flight = self._flights.popleft()
         self._now_s = flight.end_s
         start = time.perf_counter()
-        completion = self.scheduler.complete(flight.plan, flight.tokens)
+        step = self.scheduler.complete(flight.plan, flight.tokens)
         self.host_s[flight.step] += time.perf_counter() - start
-        self._note_tokens(completion)
+        self._note_tokens(step)
         scheduler = self.scheduler
         self.moments.append(
             Moment(self._now_s, len(scheduler.running), len(scheduler.waiting), scheduler.allocator.usage)
         )
 
-    def _note_tokens(self, completion: Completion) -> None:
-        for sequence in completion.sampled:
+    def _note_tokens(self, step: Step) -> None:
+        for sequence in step.sampled:
             if sequence.num_output_tokens == 1:
                 self.first_s[self._indices[sequence]] = self._now_s
             if sequence.finish_reason is not None:

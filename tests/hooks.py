@@ -47,7 +47,8 @@ from jaxserve.layers.routing import Routing as Routing
 from jaxserve.layers.rows import ROW_TILE as ROW_TILE
 from jaxserve.layers.sparse_mlp import ClampedSwiGLU as ClampedSwiGLU
 from jaxserve.parsers import ToolCall as ToolCall
-from jaxserve.scheduling import endings, plan_draft
+from jaxserve.scheduling import endings
+from jaxserve.scheduling import step as scheduled_step
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence as ScheduledSequence
 from jaxserve.server.errors import PermissionDeniedError as PermissionDeniedError
@@ -387,7 +388,7 @@ _PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "row mask": (TokenMasks, "_row_words", lambda self, slot, *rest: slot == _only_slot(self)),
     "parameters": (Slots, "_set_params", lambda self, slot, s: s.logit_bias != ()),
     "bias": (slots, "slot_row", lambda setup, size: bool(setup.sampling.logit_bias)),
-    "chunk": (plan_draft, "_targets", lambda sequence, *rest: _of_long_prompt(sequence)),
+    "chunk": (scheduled_step, "_targets", lambda sequence, *rest: _of_long_prompt(sequence)),
     "constraint's mask": (BadWords, "mask", lambda self: True),
     "constraint's next state": (BadWords, "accept", lambda self, token: True),
     "ending": (endings, "ends_in_repetition", lambda *arguments: True),
@@ -396,7 +397,7 @@ _PLACES: dict[str, tuple[Any, str, Callable[..., bool]]] = {
     "text": (Detokenizer, "push_tokens", lambda self, tokens: bool(self._stops)),
     "queue": (Scheduler, "add", lambda self, sequence: _of_long_prompt(sequence)),
     "vector": (engine_module, "pooled_vector", lambda total, count, one: one.pooling == "mean"),
-    "chunk of a vector": (plan_draft, "_chunk_pooling", lambda sequence, *rest: _pools_by_mean(sequence)),
+    "chunk of a vector": (scheduled_step, "_chunk_pooling", lambda sequence, *rest: _pools_by_mean(sequence)),
 }
 
 

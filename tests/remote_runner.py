@@ -5,7 +5,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -42,22 +42,14 @@ class RemoteRunner:
         self._link = Connection(ours.detach())
         self.plans: list[bytes] = []
 
-    def launch(self, plans: Sequence[StepPlan]) -> int:
+    def launch(self, plans: Sequence[StepPlan]) -> None:
         """See ``Runner``."""
         self.plans.append(encode_plans(plans))
-        return self._ask("launch", self.plans[-1])
+        self._ask("launch", self.plans[-1])
 
-    def collect(self, handle: int) -> list[StepResult]:
+    def collect(self) -> list[StepResult]:
         """See ``Runner``."""
-        return [_result(fields) for fields in self._ask("collect", handle)]
-
-    def weights(self) -> dict[str, np.ndarray]:
-        """See ``Runner``."""
-        return self._ask("weights")
-
-    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        """See ``Runner``."""
-        self._ask("set_weights", dict(weights))
+        return [_result(fields) for fields in self._ask("collect")]
 
     def num_buffers(self) -> int:
         """How many buffers were built for the plans so far."""
@@ -123,7 +115,7 @@ def serve(link: Connection, config: EngineConfig) -> None:
         methods: dict[str, Callable[..., Any]] = {
             "launch": lambda data: runner.launch(decode_plans(data)),
             "num_buffers": lambda: build.call_count,
-            **{name: getattr(runner, name) for name in ("collect", "weights", "set_weights", "reset", "close")},
+            **{name: getattr(runner, name) for name in ("collect", "reset", "close")},
         }
         while method != "close":
             method, *arguments = _unpack(link.recv_bytes())

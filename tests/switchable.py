@@ -10,7 +10,7 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp, build_norm
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder
-from jaxserve.models.olmo2 import Olmo2Layer
+from jaxserve.models.olmo2 import PostNormLayer
 
 ARCHITECTURE = "SwitchableForCausalLM"
 
@@ -49,7 +49,7 @@ def build(config: SwitchableConfig, scope: Scope) -> CausalLM:
 
 
 def build_layer(config: SwitchableConfig, index: int, scope: Scope) -> RMSNormLayer:
-    kind = Olmo2Layer if config.norm_after else PreNormLayer
+    kind = PostNormLayer if config.norm_after else PreNormLayer
     options = {"qk_norm": config.qk_norm, "scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
     return kind(
         build_norm(config, scope.at("input_layernorm")),

@@ -17,7 +17,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, info_of
-from checkpoints.quantized.planes import Planes, unpack
+from checkpoints.quantized.planes import Planes, halves_of
 from checkpoints.quantized.settings import Settings, loads_bitsandbytes
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
@@ -117,17 +117,21 @@ def _open_four_bits(name: str, state_name: str, reader: CheckpointReader) -> Qua
         start, stop = box.rows.start * columns, box.rows.stop * columns
         data = reader.read(name, (slice(start // 2, -(-stop // 2)), slice(0, 1)))
         swapped = (data >> 4 | data << 4).reshape(1, -1)  # the first code is in the high half
-        flat = unpack(swapped, 4, 2 * len(data))[0, start % 2 :][: stop - start]
-        codes = flat.reshape(-1, columns)[:, box.columns]
+        if columns % 2:  # rows do not begin with a byte
+            flat, blocks = halves_of(swapped, start % 2, stop - start)
+            codes, blocks = blocks.unpack(flat).reshape(-1, columns)[:, box.columns], None
+        else:
+            num_columns = box.columns.stop - box.columns.start
+            codes, blocks = halves_of(swapped.reshape(-1, columns // 2), box.columns.start, num_columns)
         first, last = start // state.block, -(-stop // state.block)
         scales = scales_of(first, last)
         if columns % state.block == 0:
             groups = slice(box.columns.start // state.block, -(-box.columns.stop // state.block))
             grid = scales.reshape(-1, columns // state.block)[:, groups]
             index = np.arange(box.columns.start, box.columns.stop) // state.block - groups.start
-            return Planes(codes, grid, table=table, columns=index)
+            return Planes(codes, grid, table=table, columns=index, blocks=blocks)
         each = scales[np.arange(start, stop) // state.block - first]  # blocks run on from row to row
-        return Planes(codes, each.reshape(-1, columns)[:, box.columns], table=table)
+        return Planes(codes, each.reshape(-1, columns)[:, box.columns], table=table, blocks=blocks)
 
     return QuantizedTensor(state.shape, (), planes)
 

@@ -23,7 +23,7 @@ from checkpoints.quantized.format import (
     read_groups,
     read_number,
 )
-from checkpoints.quantized.planes import Planes, read_packed
+from checkpoints.quantized.planes import Planes, read_codes, read_packed
 from checkpoints.quantized.scaled import ACTIVATION_SCALES, SCALE_DTYPES, open_scaled
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
@@ -154,7 +154,9 @@ class CompressedTensors:
         def planes(box: Box) -> Planes:
             groups = group_of()[box.columns]
             needed = slice(int(groups.min()), int(groups.max()) + 1)
-            codes = read_packed(lambda words: reader.read(packed, (box.rows, words)), box.columns, bits, num_words)
+            codes, blocks = read_codes(
+                lambda words: reader.read(packed, (box.rows, words)), box.columns, bits, num_words
+            )
             if is_single:
                 scales = reader.read(scale, (slice(0, 1),) * len(scales_shape)).astype(np.float32).reshape(1, 1)
             else:
@@ -164,7 +166,7 @@ class CompressedTensors:
             if zeros.shape != scales.shape:
                 zeros, scales = np.broadcast_arrays(zeros, scales)
             columns = None if scales.shape[1] == 1 else groups - needed.start
-            return Planes(codes, scales, zeros, columns=columns)
+            return Planes(codes, scales, zeros, columns=columns, blocks=blocks)
 
         return QuantizedTensor((num_outputs, num_inputs), (), planes, check=group_of)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, info_of
-from checkpoints.quantized.planes import Planes, unpack
+from checkpoints.quantized.planes import Planes, halves_of
 from checkpoints.reader import CheckpointReader
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -92,10 +92,11 @@ def read_float4(
     """
     first, last = columns.start // group, -(-columns.stop // group)
     data = read_bytes(rows, slice(columns.start // 2, -(-columns.stop // 2)))
-    skip = columns.start % 2
+    codes, blocks = halves_of(data, columns.start % 2, columns.stop - columns.start)
     return Planes(
-        unpack(data, 4, skip + columns.stop - columns.start)[:, skip:],
+        codes,
         read_scales(rows, slice(first, last)),
         table=E2M1,
         columns=np.arange(columns.start, columns.stop) // group - first,
+        blocks=blocks,
     )

@@ -13,13 +13,13 @@ import numpy as np
 from checkpoints.arranged import ArrangedReader
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, group_indices
-from checkpoints.quantized.gguf_blocks import UNPACK
+from checkpoints.quantized.gguf_blocks import planes_of
 from checkpoints.quantized.gguf_file import GgufFiles
 from checkpoints.quantized.gguf_names import Source, architecture_of, scale_of, sources
 from checkpoints.quantized.gguf_types import GgufType
 from checkpoints.quantized.planes import Planes
 from checkpoints.quantized.reader import QuantizedReader
-from checkpoints.reader import CheckpointReader, ClosingReader
+from checkpoints.reader import BaseReader, CheckpointReader
 from checkpoints.tensor_info import Index, TensorInfo, index_bounds, whole_index
 
 
@@ -62,7 +62,7 @@ def _factors(files: GgufFiles, sources: Mapping[str, Source]) -> dict[str, np.nd
     return found
 
 
-class RenamedReader(ClosingReader):
+class RenamedReader(BaseReader):
     """Shows the tensors of a file with Hugging Face's names and shapes, and rows in their order.
 
     Args:
@@ -91,6 +91,9 @@ class RenamedReader(ClosingReader):
         box = tuple(slice(*each) for each in bounds)
         if source.num_heads:
             return self._read_interleaved(source, box)
+        if source.first_row:
+            rows = slice(box[-2].start + source.first_row, box[-2].stop + source.first_row)
+            box = (*box[:-2], rows, box[-1])
         if source.expert is not None:
             box = (slice(source.expert, source.expert + 1), *box)
         stored_rank = len(self._reader.tensors[source.stored].shape)
@@ -132,7 +135,6 @@ class Gguf:
     def open(self, name: str, stored: tuple[str, ...], reader: CheckpointReader) -> QuantizedTensor:
         """Return a logical tensor; see ``Format``."""
         kind = self._types[name]
-        unpack = UNPACK[kind.name]
         *rows, row_bytes = reader.tensors[name].shape
         factors = self._factors.get(name)
 
@@ -140,22 +142,13 @@ class Gguf:
             _, blocks = group_indices(box.columns.start, box.columns.stop, kind.block)
             index = (*(slice(at, at + 1) for at in box.leading), box.rows)
             part = slice(blocks.start * kind.num_bytes, blocks.stop * kind.num_bytes)
-            data = reader.read(name, (*index, part))
-            num_rows = box.rows.stop - box.rows.start
-            found = unpack(data.reshape(-1, kind.num_bytes))
-            size = kind.block // found.scales.shape[1]
-            groups, needed = group_indices(box.columns.start, box.columns.stop, size)
+            data = reader.read(name, (*index, part)).reshape(box.rows.stop - box.rows.start, -1)
             skip = blocks.start * kind.block
-            at = slice(needed.start - skip // size, needed.stop - skip // size)
-
-            def grid(values: np.ndarray | None) -> np.ndarray | None:
-                return None if values is None else values.reshape(num_rows, -1)[:, at]
-
-            scales = grid(found.scales)
-            assert scales is not None
-            if factors is not None:
-                scales = scales * (factors[box.leading[0]] if factors.size > 1 else factors.reshape(()))
-            codes = found.codes.reshape(num_rows, -1)[:, box.columns.start - skip : box.columns.stop - skip]
-            return Planes(codes, scales, None, grid(found.biases), found.table, columns=groups)
+            found = planes_of(kind, data, slice(box.columns.start - skip, box.columns.stop - skip))
+            if factors is None:
+                return found
+            return found._replace(
+                scales=found.scales * (factors[box.leading[0]] if factors.size > 1 else factors.reshape(()))
+            )
 
         return QuantizedTensor((*rows, row_bytes // kind.num_bytes * kind.block), stored, planes)

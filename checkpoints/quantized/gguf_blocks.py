@@ -11,20 +11,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from checkpoints.quantized.format import group_indices
 from checkpoints.quantized.gguf_grids import grid
+from checkpoints.quantized.gguf_types import GgufType
+from checkpoints.quantized.planes import Blocks, Fields, Planes, bit_fields
 
 
 class Unpacked(NamedTuple):
     """Blocks as codes and what they are multiplied with.
 
     Attributes:
-        codes: [N, elements of a block], int8, or uint8 with a table.
+        codes: int8 [N, elements of a block], or how the blocks hold them.
         scales: float32 [N, groups]; a group is a run of elements, all of one length.
         biases: float32, like the scales; None for none.
         table: float32 value of each code; None: the codes are the values.
     """
 
-    codes: np.ndarray
+    codes: np.ndarray | Blocks
     scales: np.ndarray
     biases: np.ndarray | None = None
     table: np.ndarray | None = None
@@ -47,21 +50,7 @@ def _split(blocks: np.ndarray, *sizes: int) -> list[np.ndarray]:
 
 def _half(data: np.ndarray) -> np.ndarray:
     """Return float16 numbers in float32."""
-    return data.view("<f2").astype(np.float32)
-
-
-def _fields(data: np.ndarray, width: int, run: int) -> np.ndarray:
-    """Return the bit fields of bytes: runs of bytes hold the lowest field of each, then the next field of each.
-
-    Args:
-        data: uint8 [N, bytes].
-        width: Bits of a field.
-        run: Bytes of a run.
-    """
-    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
-    fields = data.reshape(len(data), -1, 1, run) >> shifts
-    fields &= np.uint8((1 << width) - 1)
-    return fields.reshape(len(data), -1)
+    return np.ascontiguousarray(data).view("<f2").astype(np.float32)
 
 
 def _signed(codes: np.ndarray, zero: int) -> np.ndarray:
@@ -71,46 +60,37 @@ def _signed(codes: np.ndarray, zero: int) -> np.ndarray:
 
 
 def _q4_0(blocks: np.ndarray) -> Unpacked:
-    d, qs = _split(blocks, 2, 16)
-    return Unpacked(_signed(_fields(qs, 4, 16), 8), _half(d))
+    return Unpacked(Blocks(Fields(2, 4, 16), zero=8), _half(blocks[:, :2]))
 
 
 def _q4_1(blocks: np.ndarray) -> Unpacked:
-    d, m, qs = _split(blocks, 2, 2, 16)
-    return Unpacked(_fields(qs, 4, 16), _half(d), _half(m))
-
-
-def _high_bits(qh: np.ndarray) -> np.ndarray:
-    """Return the fifth bit of each of 32 codes, shifted to its place."""
-    return np.unpackbits(qh, axis=1, bitorder="little") << np.uint8(4)
+    return Unpacked(Blocks(Fields(4, 4, 16)), _half(blocks[:, :2]), _half(blocks[:, 2:4]))
 
 
 def _q5_0(blocks: np.ndarray) -> Unpacked:
-    d, qh, qs = _split(blocks, 2, 4, 16)
-    return Unpacked(_signed(_fields(qs, 4, 16) | _high_bits(qh), 16), _half(d))
+    return Unpacked(Blocks(Fields(6, 4, 16), Fields(2, 1, 1), 16), _half(blocks[:, :2]))
 
 
 def _q5_1(blocks: np.ndarray) -> Unpacked:
-    d, m, qh, qs = _split(blocks, 2, 2, 4, 16)
-    return Unpacked(_fields(qs, 4, 16) | _high_bits(qh), _half(d), _half(m))
+    codes = Blocks(Fields(8, 4, 16), high=Fields(4, 1, 1))
+    return Unpacked(codes, _half(blocks[:, :2]), _half(blocks[:, 2:4]))
 
 
 def _q8_0(blocks: np.ndarray) -> Unpacked:
-    d, qs = _split(blocks, 2, 32)
-    return Unpacked(qs.view(np.int8), _half(d))
+    return Unpacked(Blocks(Fields(2, 8, 32)), _half(blocks[:, :2]))
 
 
 def _q2_k(blocks: np.ndarray) -> Unpacked:
     # A byte for each group of 16: the low nibble is the scale, the high one the offset.
-    scales, qs, d, dmin = _split(blocks, 16, 64, 2, 2)
-    return Unpacked(_fields(qs, 2, 32), _half(d) * (scales & 15), -(_half(dmin) * (scales >> 4)))
+    scales, d, dmin = blocks[:, :16], _half(blocks[:, 80:82]), _half(blocks[:, 82:])
+    return Unpacked(Blocks(Fields(16, 2, 32)), d * (scales & 15), -(dmin * (scales >> 4)))
 
 
 def _q3_k(blocks: np.ndarray) -> Unpacked:
-    hmask, qs, scales, d = _split(blocks, 32, 64, 12, 2)
-    six_bits = _fields(scales[:, :8], 4, 8) | _fields(scales[:, 8:], 2, 4) << np.uint8(4)
-    codes = _fields(qs, 2, 32) | _fields(hmask, 1, 32) << np.uint8(2)
-    return Unpacked(_signed(codes, 4), _half(d) * _signed(six_bits, 32))
+    scales, d = blocks[:, 96:108], _half(blocks[:, 108:])
+    six_bits = bit_fields(scales[:, :8], 4, 8) | bit_fields(scales[:, 8:], 2, 4) << np.uint8(4)
+    codes = Blocks(Fields(32, 2, 32), Fields(0, 1, 32), 4)
+    return Unpacked(codes, d * _signed(six_bits, 32))
 
 
 def _scales_and_mins(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -122,22 +102,20 @@ def _scales_and_mins(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _q4_k(blocks: np.ndarray) -> Unpacked:
-    d, dmin, packed, qs = _split(blocks, 2, 2, 12, 128)
-    scales, mins = _scales_and_mins(packed)
-    return Unpacked(_fields(qs, 4, 32), _half(d) * scales, -(_half(dmin) * mins))
+    scales, mins = _scales_and_mins(blocks[:, 4:16])
+    codes = Blocks(Fields(16, 4, 32))
+    return Unpacked(codes, _half(blocks[:, :2]) * scales, -(_half(blocks[:, 2:4]) * mins))
 
 
 def _q5_k(blocks: np.ndarray) -> Unpacked:
-    d, dmin, packed, qh, qs = _split(blocks, 2, 2, 12, 32, 128)
-    scales, mins = _scales_and_mins(packed)
-    codes = _fields(qs, 4, 32) | _fields(qh, 1, 32) << np.uint8(4)
-    return Unpacked(codes, _half(d) * scales, -(_half(dmin) * mins))
+    scales, mins = _scales_and_mins(blocks[:, 4:16])
+    codes = Blocks(Fields(48, 4, 32), high=Fields(16, 1, 32))
+    return Unpacked(codes, _half(blocks[:, :2]) * scales, -(_half(blocks[:, 2:4]) * mins))
 
 
 def _q6_k(blocks: np.ndarray) -> Unpacked:
-    ql, qh, scales, d = _split(blocks, 128, 64, 16, 2)
-    codes = _fields(ql, 4, 64) | _fields(qh, 2, 32) << np.uint8(4)
-    return Unpacked(_signed(codes, 32), _half(d) * scales.view(np.int8))
+    codes = Blocks(Fields(0, 4, 64), Fields(128, 2, 32), 32)
+    return Unpacked(codes, _half(blocks[:, 208:]) * blocks[:, 192:208].view(np.int8))
 
 
 def _ternary(data: np.ndarray, run: int, digits: int) -> np.ndarray:
@@ -155,33 +133,32 @@ def _tq1_0(blocks: np.ndarray) -> Unpacked:
 
 
 def _tq2_0(blocks: np.ndarray) -> Unpacked:
-    qs, d = _split(blocks, 64, 2)
-    return Unpacked(_signed(_fields(qs, 2, 32), 1), _half(d))
+    return Unpacked(Blocks(Fields(0, 2, 32), zero=1), _half(blocks[:, 64:]))
 
 
 def _mxfp4(blocks: np.ndarray) -> Unpacked:
-    exponent, qs = _split(blocks, 1, 16)
+    exponent = blocks[:, :1]
     scales = np.ldexp(np.float32(1), exponent.astype(np.int32) - 128)
-    return Unpacked(_fields(qs, 4, 16), np.where(exponent == 255, np.float32(np.nan), scales), table=_E2M1)
+    codes = Blocks(Fields(1, 4, 16))
+    return Unpacked(codes, np.where(exponent == 255, np.float32(np.nan), scales), table=_E2M1)
 
 
 def _nvfp4(blocks: np.ndarray) -> Unpacked:
-    scales, qs = _split(blocks, 4, 32)
+    scales = blocks[:, :4]
     exponent, mantissa = (scales >> 3 & 15).astype(np.int32), (scales & 7).astype(np.float32)
     # Half of a float of 4 exponent and 3 mantissa bits; the sign is ignored, and all ones are 0 as in llama.cpp.
     halves = np.ldexp(np.where(exponent == 0, mantissa, mantissa + 8), np.maximum(exponent, 1) - 11)
-    return Unpacked(_fields(qs, 4, 8), np.where(scales == 127, np.float32(0), halves), table=_E2M1)
+    codes = Blocks(Fields(4, 4, 8))
+    return Unpacked(codes, np.where(scales == 127, np.float32(0), halves), table=_E2M1)
 
 
 def _iq4_nl(blocks: np.ndarray) -> Unpacked:
-    d, qs = _split(blocks, 2, 16)
-    return Unpacked(_fields(qs, 4, 16), _half(d), table=_IQ4)
+    return Unpacked(Blocks(Fields(2, 4, 16)), _half(blocks[:, :2]), table=_IQ4)
 
 
 def _iq4_xs(blocks: np.ndarray) -> Unpacked:
-    d, high, low, qs = _split(blocks, 2, 2, 4, 128)
-    six_bits = _fields(low, 4, 1) | _fields(high, 2, 1) << np.uint8(4)
-    return Unpacked(_fields(qs, 4, 16), _half(d) * _signed(six_bits, 32), table=_IQ4)
+    six_bits = bit_fields(blocks[:, 4:8], 4, 1) | bit_fields(blocks[:, 2:4], 2, 1) << np.uint8(4)
+    return Unpacked(Blocks(Fields(8, 4, 16)), _half(blocks[:, :2]) * _signed(six_bits, 32), table=_IQ4)
 
 
 def _points(name: str, indices: np.ndarray, signs: np.ndarray | None) -> np.ndarray:
@@ -220,13 +197,13 @@ def _iq2_xs(blocks: np.ndarray) -> Unpacked:
     d, qs, scales = _split(blocks, 2, 64, 8)
     words = qs.view("<u2")
     codes = _points("IQ2_XS", words & 511, _PARITY[words >> 9])
-    return Unpacked(codes, _iq_scales(d, _fields(scales, 4, 1), 0.25))
+    return Unpacked(codes, _iq_scales(d, bit_fields(scales, 4, 1), 0.25))
 
 
 def _iq2_s(blocks: np.ndarray) -> Unpacked:
     d, qs, signs, qh, scales = _split(blocks, 2, 32, 32, 8, 8)
-    indices = qs | _fields(qh, 2, 1).astype(np.uint16) << 8
-    return Unpacked(_points("IQ2_S", indices, signs), _iq_scales(d, _fields(scales, 4, 1), 0.25))
+    indices = qs | bit_fields(qh, 2, 1).astype(np.uint16) << 8
+    return Unpacked(_points("IQ2_S", indices, signs), _iq_scales(d, bit_fields(scales, 4, 1), 0.25))
 
 
 def _iq3_xxs(blocks: np.ndarray) -> Unpacked:
@@ -237,8 +214,8 @@ def _iq3_xxs(blocks: np.ndarray) -> Unpacked:
 
 def _iq3_s(blocks: np.ndarray) -> Unpacked:
     d, qs, qh, signs, scales = _split(blocks, 2, 64, 8, 32, 4)
-    indices = qs | _fields(qh, 1, 1).astype(np.uint16) << 8
-    return Unpacked(_points("IQ3_S", indices, signs), _half(d) * (1 + 2 * _fields(scales, 4, 1)))
+    indices = qs | bit_fields(qh, 1, 1).astype(np.uint16) << 8
+    return Unpacked(_points("IQ3_S", indices, signs), _half(d) * (1 + 2 * bit_fields(scales, 4, 1)))
 
 
 def _iq1(indices: np.ndarray, is_lower: np.ndarray, scales: np.ndarray) -> Unpacked:
@@ -271,7 +248,7 @@ def _iq1_m(blocks: np.ndarray) -> Unpacked:
     nibbles = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)
     d = np.bitwise_or.reduce(nibbles, axis=1, keepdims=True).view(np.float16).astype(np.float32)
     steps = (words[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7).reshape(len(words), -1)
-    nibbles = _fields(qh, 4, 1)
+    nibbles = bit_fields(qh, 4, 1)
     indices = qs | (nibbles & 7).astype(np.uint16) << 8
     return _iq1(indices, nibbles & 8 != 0, d * (2 * steps + 1))
 
@@ -302,3 +279,30 @@ UNPACK: dict[str, Callable[[np.ndarray], Unpacked]] = {
     "IQ4_XS": _iq4_xs,
 }
 """By the name of the type."""
+
+
+def planes_of(kind: GgufType, data: np.ndarray, columns: slice) -> Planes:
+    """Return a box of rows, not decoded.
+
+    Args:
+        kind: The type of their blocks.
+        data: uint8 [R, bytes], whole blocks.
+        columns: The elements of each row that belong to the box.
+    """
+    found = UNPACK[kind.name](data.reshape(-1, kind.num_bytes))
+    groups, needed = group_indices(columns.start, columns.stop, kind.block // found.scales.shape[1])
+
+    def in_rows(values: np.ndarray) -> np.ndarray:
+        return values.reshape(len(data), -1)
+
+    scales = in_rows(found.scales)[:, needed]
+    biases = None if found.biases is None else in_rows(found.biases)[:, needed]
+    if isinstance(found.codes, Blocks):
+        blocks = found.codes._replace(
+            num_bytes=kind.num_bytes,
+            num_codes=kind.block,
+            first=columns.start,
+            num_columns=columns.stop - columns.start,
+        )
+        return Planes(data, scales, None, biases, found.table, columns=groups, blocks=blocks)
+    return Planes(in_rows(found.codes)[:, columns], scales, None, biases, found.table, columns=groups)

@@ -10,7 +10,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.file_ranges import StridedLayout, full_layout
 from checkpoints.file_reader import FileReader
 from checkpoints.quantized.gguf_header import Strings, Tensor, Value, read_header
-from checkpoints.reader import ClosingReader, ShardedReader, open_shards
+from checkpoints.reader import BaseReader, ShardedReader, open_shards
 from checkpoints.tensor_info import Index
 
 SUFFIX = ".gguf"
@@ -128,7 +128,7 @@ def _form(tensor: Tensor) -> tuple[np.dtype, tuple[int, ...]]:
     return _BYTES, (*tensor.shape[:-1], tensor.shape[-1] // kind.block * kind.num_bytes)
 
 
-class GgufFiles(ClosingReader):
+class GgufFiles(BaseReader):
     """Reads a file and the other parts that it is split into.
 
     Args:

@@ -24,6 +24,7 @@ class Source(NamedTuple):
         expert: Index on the first axis of a tensor that has those of all experts; None for any other.
         num_heads: Heads whose rows are interleaved; 0 if rows lie in order.
         offset: What the stored values have added.
+        first_row: The row of the stored matrices that is the tensor's first.
     """
 
     stored: str
@@ -31,6 +32,7 @@ class Source(NamedTuple):
     expert: int | None = None
     num_heads: int = 0
     offset: float = 0.0
+    first_row: int = 0
 
 
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -40,6 +42,7 @@ _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _LONE_EXPERT = re.compile(r"blk\.(\d+)\.(\w+)\.(\d+)\.(weight)")
 """A tensor of one expert, as files from before April 2024 have them."""
 _OTHER_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
+_GATE_AND_UP, _GATE_OR_UP = "ffn_gate_up_exps", ("ffn_gate_exps", "ffn_up_exps")
 _HEAD_COUNTS = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 
 
@@ -84,6 +87,8 @@ def _named(metadata: Metadata, architecture: Architecture, stored: str, shape: t
     if lone and f"{lone[2]}_exps" in architecture.layer:
         module = architecture.layer[f"{lone[2]}_exps"].format(int(lone[3]))
         return {f"{architecture.layers}.{int(lone[1])}.{module}.weight": Source(stored, shape)}
+    if in_layer and in_layer.group(2, 3) == (_GATE_AND_UP, "weight") and _GATE_OR_UP[0] in architecture.layer:
+        return _halves(metadata, architecture, stored, shape)
     if in_layer and in_layer[2] in architecture.layer:
         part, kind = in_layer[2], in_layer[3]
         name = f"{architecture.layers}.{int(in_layer[1])}.{architecture.layer[part]}.{kind}"
@@ -94,7 +99,7 @@ def _named(metadata: Metadata, architecture: Architecture, stored: str, shape: t
     if "{}" in name:
         if len(shape) < 2:
             raise CheckpointError(f"{metadata.path}: tensor {stored!r} has shape {list(shape)}, expected one axis more")
-        return {name.format(expert): Source(stored, shape[1:], expert) for expert in range(shape[0])}
+        return _experts(name, Source(stored, shape))
     if name.endswith("shared_expert_gate.weight"):
         return {name: Source(stored, (1, *shape[-1:]))}
     heads = _num_interleaved(metadata, part) if architecture.is_interleaved else 0
@@ -104,6 +109,29 @@ def _named(metadata: Metadata, architecture: Architecture, stored: str, shape: t
             f"{heads} heads"
         )
     return {name: Source(stored, shape, None, heads, architecture.norm_offset if part.endswith("norm") else 0.0)}
+
+
+def _experts(name: str, source: Source) -> dict[str, Source]:
+    """Return the tensor of each expert, or the one of all if the name has no place for an index."""
+    if "{}" not in name:
+        return {name: source}
+    shape = source.shape
+    return {name.format(expert): source._replace(shape=shape[1:], expert=expert) for expert in range(shape[0])}
+
+
+def _halves(metadata: Metadata, architecture: Architecture, stored: str, shape: tuple[int, ...]) -> dict[str, Source]:
+    """Return the tensors of experts whose gates and, in the rows below, up projections are in one."""
+    if len(shape) != 3 or shape[1] % 2:
+        raise CheckpointError(
+            f"{metadata.path}: tensor {stored!r} has shape {list(shape)}, expected gate and up matrices of experts, "
+            "with as many rows each"
+        )
+    layer, size = stored.split(".")[1], shape[1] // 2
+    found: dict[str, Source] = {}
+    for part, first_row in zip(_GATE_OR_UP, (0, size), strict=True):
+        name = f"{architecture.layers}.{int(layer)}.{architecture.layer[part]}.weight"
+        found |= _experts(name, Source(stored, (shape[0], size, shape[2]), first_row=first_row))
+    return found
 
 
 def scale_of(stored: str) -> str:

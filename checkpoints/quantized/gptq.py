@@ -13,7 +13,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, info_of, read_groups
-from checkpoints.quantized.planes import Planes, read_packed
+from checkpoints.quantized.planes import Planes, read_codes, read_packed
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
@@ -94,11 +94,13 @@ class Gptq:
             needed = slice(first, last)
             stored_zeros = read_packed(lambda words: reader.read(qzeros, (needed, words)), outputs, bits, zero_words)
             zeros = stored_zeros + np.uint8(self._stored_zero_offset)
+            codes, blocks = read_codes(lambda words: reader.read(qweight, (words, outputs)).T, inputs, bits, shape[0])
             return Planes(
-                read_packed(lambda words: reader.read(qweight, (words, outputs)).T, inputs, bits, shape[0]),
+                codes,
                 reader.read(scales, (needed, outputs)).astype(np.float32).T,
                 (zeros & np.uint8((1 << bits) - 1)).T,
                 columns=groups - first,
+                blocks=blocks,
             )
 
         return QuantizedTensor((num_outputs, num_inputs), stored, planes, is_column_major=True, check=group_of)

@@ -13,7 +13,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, group_indices, info_of
-from checkpoints.quantized.planes import Planes, read_packed
+from checkpoints.quantized.planes import Planes, read_codes
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
@@ -99,11 +99,13 @@ class Mlx:
 
         def planes(box: Box) -> Planes:
             groups, needed = group_indices(box.columns.start, box.columns.stop, group)
+            codes, blocks = read_codes(lambda words: read(weight, box.rows, words), box.columns, bits, shape[-1])
             return Planes(
-                read_packed(lambda words: read(weight, box.rows, words), box.columns, bits, shape[-1]),
+                codes,
                 read(scales, box.rows, needed).astype(np.float32),
                 biases=read(biases, box.rows, needed).astype(np.float32),
                 columns=groups,
+                blocks=blocks,
             )
 
         return QuantizedTensor((shape[-2], columns), stored, planes)

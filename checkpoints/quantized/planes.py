@@ -13,6 +13,62 @@ import numpy as np
 _WORD = 32
 
 
+class Fields(NamedTuple):
+    """Bit fields of bytes of a block: runs of bytes hold the lowest field of each, then the next field of each.
+
+    Attributes:
+        offset: The first byte.
+        width: Bits of a field; 0 if there are none.
+        run: Bytes of a run.
+    """
+
+    offset: int
+    width: int
+    run: int
+
+
+class Blocks(NamedTuple):
+    """How rows of blocks of bytes hold codes: a code is a low field, with a high one above it, minus the zero.
+
+    Attributes:
+        low: The low fields.
+        high: The high fields.
+        zero: Subtracted from each code.
+        num_bytes: Bytes of a block.
+        num_codes: Codes of a block.
+        first: Codes of the first block that do not belong to the box.
+        num_columns: Codes of a row of the box.
+    """
+
+    low: Fields
+    high: Fields = Fields(0, 0, 0)
+    zero: int = 0
+    num_bytes: int = 0
+    num_codes: int = 0
+    first: int = 0
+    num_columns: int = 0
+
+    def unpack(self, data: np.ndarray) -> np.ndarray:
+        """Return the codes of a box.
+
+        Args:
+            data: uint8 [R, bytes], whole blocks.
+
+        Returns:
+            int8 [R, num_columns].
+        """
+        blocks = data.reshape(-1, self.num_bytes)
+        codes = self._read(blocks, self.low)
+        if self.high.width:
+            codes |= self._read(blocks, self.high) << np.uint8(self.low.width)
+        codes -= np.uint8(self.zero)  # wraps
+        return codes.view(np.int8).reshape(len(data), -1)[:, self.first : self.first + self.num_columns]
+
+    def _read(self, blocks: np.ndarray, fields: Fields) -> np.ndarray:
+        end = fields.offset + self.num_codes * fields.width // 8
+        return bit_fields(blocks[:, fields.offset : end], fields.width, fields.run)
+
+
 class Planes(NamedTuple):
     """A box of a quantized matrix, not decoded.
 
@@ -20,13 +76,14 @@ class Planes(NamedTuple):
     some columns; a side without an index has one group for each row or column, or a single one for all.
 
     Attributes:
-        codes: [R, C], uint8 or int8.
+        codes: [R, C], uint8 or int8; or blocks that hold them.
         scales: [groups of rows, groups of columns], float32.
         zeros: float32 or integers, like the scales; None for none.
         biases: float32, like the scales; None for none.
         table: float32 value of each code; None: the codes are the values.
         rows: Group of each row, int [R], in the scales' first axis; None: see above.
         columns: Group of each column, int [C], in the scales' second axis.
+        blocks: How ``codes``, uint8 [R, bytes], holds the codes; None: it is the codes.
     """
 
     codes: np.ndarray
@@ -36,10 +93,18 @@ class Planes(NamedTuple):
     table: np.ndarray | None = None
     rows: np.ndarray | None = None
     columns: np.ndarray | None = None
+    blocks: Blocks | None = None
+
+    @property
+    def unpacked(self) -> "Planes":
+        """The planes with one code per byte."""
+        return self if self.blocks is None else self._replace(codes=self.blocks.unpack(self.codes), blocks=None)
 
     @property
     def transposed(self) -> "Planes":
-        """The planes of the transposed box."""
+        """The planes of the transposed box, with one code per byte."""
+        if self.blocks is not None:
+            return self.unpacked.transposed
 
         def turn(array: np.ndarray | None) -> np.ndarray | None:
             return None if array is None else array.T
@@ -49,6 +114,8 @@ class Planes(NamedTuple):
 
     def decode(self) -> np.ndarray:
         """Return the box in float32."""
+        if self.blocks is not None:
+            return self.unpacked.decode()
         if self.codes.flags.f_contiguous and not self.codes.flags.c_contiguous:
             return self.transposed.decode().T
         values = self.codes.astype(np.float32) if self.table is None else np.take(self.table, self.codes, mode="clip")
@@ -86,8 +153,38 @@ def _run_length(groups: np.ndarray, count: int) -> int:
     return size
 
 
+def bit_fields(data: np.ndarray, width: int, run: int) -> np.ndarray:
+    """Return the bit fields of bytes; see ``Fields``.
+
+    Args:
+        data: uint8 [N, bytes].
+        width: Bits of a field.
+        run: Bytes of a run.
+    """
+    if run == 1:
+        return unpack(data, width, data.shape[1] * 8 // width)
+    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
+    fields = data.reshape(len(data), -1, 1, run) >> shifts
+    fields &= np.uint8((1 << width) - 1)
+    return fields.reshape(len(data), -1)
+
+
+def halves_of(data: np.ndarray, first: int, num_columns: int) -> tuple[np.ndarray, Blocks]:
+    """Return rows of bytes of two codes, the first in the low half, as ``codes`` and ``blocks`` of ``Planes``."""
+    return data, Blocks(Fields(0, 4, 1), num_bytes=1, num_codes=2, first=first, num_columns=num_columns)
+
+
 def read_packed(read: Callable[[slice], np.ndarray], codes: slice, bits: int, num_words: int) -> np.ndarray:
-    """Return a range of the codes that rows of 32-bit words hold, packed as for ``unpack``.
+    """Return a range of the codes that rows of 32-bit words hold, uint8 [R, codes]; arguments are ``read_codes``'s."""
+    found, blocks = read_codes(read, codes, bits, num_words)
+    return found if blocks is None else blocks.unpack(found).view(np.uint8)
+
+
+def read_codes(
+    read: Callable[[slice], np.ndarray], codes: slice, bits: int, num_words: int
+) -> tuple[np.ndarray, Blocks | None]:
+    """Return a range of the codes that rows of 32-bit words hold, packed as for ``unpack``; not unpacked if they are
+    halves of bytes.
 
     Args:
         read: Returns a range of the words of each row, [R, words].
@@ -96,13 +193,16 @@ def read_packed(read: Callable[[slice], np.ndarray], codes: slice, bits: int, nu
         num_words: Words of a row.
 
     Returns:
-        uint8 [R, codes].
+        ``codes`` and ``blocks`` of ``Planes``.
     """
     block = _WORD // math.gcd(bits, _WORD)  # codes after which a word begins anew
     words_per_block = block * bits // _WORD
     first, last = codes.start // block, -(-codes.stop // block)
     words = read(slice(first * words_per_block, min(last * words_per_block, num_words)))
-    return unpack(words, bits, codes.stop - first * block)[:, codes.start - first * block :]
+    skip = codes.start - first * block
+    if bits == 4:
+        return halves_of(_bytes_of(words), skip, codes.stop - codes.start)
+    return unpack(words, bits, codes.stop - first * block)[:, skip:], None
 
 
 def unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
@@ -116,7 +216,7 @@ def unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     Returns:
         uint8 [R, count].
     """
-    data = np.ascontiguousarray(words.astype(words.dtype.newbyteorder("<"), copy=False)).view(np.uint8)
+    data = _bytes_of(words)
     num_rows = data.shape[0]
     if bits == 8:
         return data[:, :count]
@@ -127,6 +227,11 @@ def unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:
         return data[:, :count]
     stream = np.unpackbits(data, axis=1, bitorder="little")[:, : count * bits].reshape(num_rows, count, bits)
     return np.packbits(stream, axis=2, bitorder="little").reshape(num_rows, count)
+
+
+def _bytes_of(words: np.ndarray) -> np.ndarray:
+    """Return the bytes of rows of words, the lowest of each word first."""
+    return np.ascontiguousarray(words.astype(words.dtype.newbyteorder("<"), copy=False)).view(np.uint8)
 
 
 def _halve(fields: np.ndarray, width: int) -> np.ndarray:

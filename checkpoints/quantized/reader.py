@@ -9,14 +9,14 @@ from checkpoints.arranged import ArrangedReader
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, Format, QuantizedTensor
 from checkpoints.quantized.planes import Planes
-from checkpoints.reader import CheckpointReader, ClosingReader
+from checkpoints.reader import BaseReader, CheckpointReader
 from checkpoints.tensor_info import Index, TensorInfo, index_bounds
 
 _FLOAT32 = np.dtype(np.float32)
 T = TypeVar("T")
 
 
-class QuantizedReader(ClosingReader):
+class QuantizedReader(BaseReader):
     """Shows the logical tensors of a quantized checkpoint; the others as they are stored.
 
     Attributes:
@@ -94,13 +94,16 @@ class QuantizedReader(ClosingReader):
         """Read a box of a tensor into an array, rounded once to its dtype.
 
         Args:
-            name: A tensor that is stored quantized.
+            name: The tensor.
             index: One slice of step 1 for each axis.
             result: An array of the box's shape.
 
         Raises:
             CheckpointError: As for ``read``.
         """
+        if name not in self._quantized:
+            super().read_into(name, index, result)
+            return
         if not result.size:
             return
         matrices = (result[place] for place in np.ndindex(result.shape[:-2]))
@@ -108,13 +111,13 @@ class QuantizedReader(ClosingReader):
             self.decode(planes, matrix)
 
     def planes(self, name: str, index: Index) -> Planes:
-        """Return a box of a quantized matrix, not decoded; not an empty one, and with one index of each leading axis.
+        """Return a box of a quantized matrix with one code per byte; not an empty one, with one index per leading axis.
 
         Raises:
             CheckpointError: As for ``read``.
         """
         (planes,) = self._boxes(name, index)
-        return planes
+        return planes.unpacked
 
     def _boxes(self, name: str, index: Index) -> Iterator[Planes]:
         """Yield the matrices of a box, in order of their leading indices."""

@@ -90,7 +90,8 @@ def _check_part(where: str, part: Any) -> None:
     kind: Any = cast("Mapping[str, Any]", part).get("type", "text") if isinstance(part, Mapping) else "text"
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         message = (
-            f"{where}: parts of type {str(kind)[:40]!r} are not supported; supported types: {', '.join(TEXT_PARTS)}"
+            f"{where}: parts of type {str(kind)[:40]!r} are not supported; this server runs the text half of models; "
+            f"supported types: {', '.join(TEXT_PARTS)}"
         )
         raise RequestError(message, parameter="messages", value=part)
     if part_text(part) is None:

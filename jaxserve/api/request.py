@@ -43,6 +43,7 @@ class Request:
       truncate_prompt_tokens: Keep only the last tokens of the prompt, this many; -1: as many as leave room for the
           output.
       add_special_tokens: Whether the tokenizer adds the model's special tokens to a text.
+      stream_interval: Fewest tokens of a completion in a delta, except in its first and its last.
 
     Raises:
       RequestError: A wrong value; `SamplingParams` and `PoolingParams` have checked theirs.
@@ -60,6 +61,7 @@ class Request:
     is_strict_length: bool = False
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool = True
+    stream_interval: int = 1
 
     def __post_init__(self):
         if self.cache_salt == "":

@@ -20,6 +20,10 @@ GENERATION_CONFIG_KEYS = MappingProxyType(
     }
 )
 """vLLM's keys of generation_config.json, each with its field."""
+_FEATURES = (
+    "stop stop_token_ids logprobs prompt_logprobs logprob_token_ids structured_outputs logit_bias allowed_token_ids"
+    " bad_words thinking_token_budget repetition_detection extra_args"
+).split()
 
 
 @checks_fields(checked_sampling)
@@ -140,6 +144,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def is_plain(self) -> bool:
+        """Whether only the numeric options, lengths and forms of output are set: no logprobs, constraints or stops."""
+        return not self.min_tokens and all(getattr(self, name) in (None, ()) for name in _FEATURES)
+
+    @property
     def num_logprobs(self) -> int | None:
         """Number of logprobs per sampled position, besides the sampled token; -1: all; None: no logprobs."""
         if self.logprob_token_ids is not None:
@@ -203,10 +212,6 @@ def check_against(params: SamplingParams, *, vocab_size: int, max_logprobs: int)
     Raises:
       RequestError: Too many logprobs, or a token id outside the vocabulary.
     """
-    counts = (params.logprobs, params.prompt_logprobs)
-    named = (params.logit_bias, params.allowed_token_ids, params.logprob_token_ids, params.stop_token_ids)
-    if not any(named) and counts == (None, None):
-        return
     limit = vocab_size if max_logprobs == -1 else max_logprobs
     for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if name == "logprobs" and params.logprob_token_ids is not None:

@@ -6,8 +6,7 @@ from jaxserve.api.errors import ConfigError
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Parallel
-from jaxserve.models.sparse_decoder import SparseConfig
-from jaxserve.models.stage_balance import divide
+from jaxserve.models.stage_balance import check_cuts, divide
 from jaxserve.models.stages import StageLayers, stages_of
 from sharding import LAYOUTS, LayoutError, ShardingLayout, get_layout
 
@@ -26,7 +25,7 @@ def choose_layout(config: EngineConfig, model: ModelConfig) -> ShardingLayout:
     if not isinstance(layout, str | ShardingLayout):
         raise ConfigError(f"layout: expected a name, path.py:NAME or a ShardingLayout, got {layout!r}")
     layout = get_layout(layout) if isinstance(layout, str) else layout
-    _check_axes(layout, has_experts=isinstance(model, SparseConfig))
+    _check_axes(layout, has_experts=model.has_experts)
     size = config.expert_parallel_size
     if size == 1 and not config.enable_expert_parallel:
         return layout
@@ -43,7 +42,7 @@ def choose_layout(config: EngineConfig, model: ModelConfig) -> ShardingLayout:
     if not is_default and layout.mesh_axis("experts") != axis:
         names = " or ".join(f"layout={name!r}" for name in LAYOUTS if get_layout(name).mesh_axis("experts") == axis)
         raise ConfigError(f"{setting} needs {names}, got layout={layout.name!r}")
-    if not isinstance(model, SparseConfig):
+    if not model.has_experts:
         raise ConfigError(f"{setting} needs a model with experts; {model.architecture} has none")
     return get_layout(default) if is_default else layout
 
@@ -101,11 +100,17 @@ def count_stages(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def choose_stages(config: EngineConfig, sharded: ShardedModel, num_stages: int) -> list[StageLayers | None]:
-    """Return the layers of each stage; [None] for a single stage."""
+    """Return the layers of each stage; [None] for a single stage.
+
+    Raises:
+        ConfigError: A layer would be apart from the one whose keys and values it reads.
+    """
     if num_stages == 1:
         return [None]
     if config.stage_layers is not None:
-        return [*stages_of(config.stage_layers)]
+        stages = stages_of(config.stage_layers)
+        check_cuts(stages, sharded.abstract_model.kv_specs)
+        return [*stages]
     return [*divide(sharded.abstract_model, num_stages)]
 
 

@@ -66,20 +66,6 @@ class Packing:
             packed.append(stack)
         return tuple(packed)
 
-    def replace(self, packed: Sequence[jax.Array], arrays: Mapping[int, np.ndarray]) -> tuple[jax.Array, ...]:
-        """Return packed arguments with some parameters replaced; ``arrays`` are by index in the module's order."""
-        replaced = []
-        for group, old in zip(self.groups, packed, strict=True):
-            new = {layer: arrays[i] for layer, i in enumerate(group) if i in arrays}
-            if not new:
-                replaced.append(old)
-                continue
-            stack = np.array(old) if len(group) > 1 else new[0]
-            for layer, array in new.items() if len(group) > 1 else ():
-                stack[layer] = array
-            replaced.append(jax.device_put(stack, old.sharding))
-        return tuple(replaced)
-
     def unpack(self, packed: Sequence[AnyArray]) -> tuple[AnyArray, ...]:
         """Return the parameters in the module's order, inside a program or on the host."""
         arrays: dict[int, Any] = {}

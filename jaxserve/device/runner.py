@@ -2,8 +2,7 @@
 
 import collections
 import contextlib
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -119,7 +118,6 @@ class LocalRunner:
     def __init__(self, stages: Sequence[Stage]):
         self._stages = tuple(stages)
         self._last = stages[-1]
-        self._handles = itertools.count()
         self._forget_steps()
         model, shapes = self._last.model, self._last.buckets.shapes()
         self._open_masks = {
@@ -135,9 +133,9 @@ class LocalRunner:
         self._lanes = [Slots(model.num_slots, *pages, *sampling, buckets.num_tables) for _ in range(model.num_lanes)]
         self._pipeline = Pipeline(self._stages) if len(self._stages) > 1 else None
         self._inputs = collections.deque[StepInputs](maxlen=len(self._stages))
-        self._launched: dict[int, PendingStep] = {}
+        self._launched = collections.deque[PendingStep]()
 
-    def launch(self, plans: Sequence[StepPlan]) -> int:
+    def launch(self, plans: Sequence[StepPlan]) -> None:
         """See ``Runner``."""
         inputs = next((inputs for inputs in self._inputs if inputs.fit(plans)), None)
         if inputs is None:
@@ -152,10 +150,8 @@ class LocalRunner:
             output = output._replace(sums=None)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
-        handle = next(self._handles)
         errors = [slots.errors(plan) for slots, plan in zip(self._lanes, plans, strict=True)]
-        self._launched[handle] = PendingStep(output, plans, errors)
-        return handle
+        self._launched.append(PendingStep(output, plans, errors))
 
     def _run_last(self, inputs: StepInputs, *hidden: jax.Array) -> StepOutput:
         """Launch a step of the last stage, or of the only one."""
@@ -206,34 +202,9 @@ class LocalRunner:
         for stage in self._stages:
             stage.copy_pages(copies)
 
-    def collect(self, handle: int) -> list[StepResult]:
+    def collect(self) -> list[StepResult]:
         """See ``Runner``."""
-        return self._launched.pop(handle).wait()
-
-    def weights(self) -> dict[str, np.ndarray]:
-        """See ``Runner``."""
-        weights = dict[str, np.ndarray]()
-        for stage in self._stages:
-            arrays = stage.model.packing.unpack([np.array(array) for array in stage.params])
-            weights |= zip(stage.model.array_names, arrays, strict=True)
-        return weights
-
-    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        """See ``Runner``; temporarily keeps old and new parameters in memory."""
-        structs = {name: struct for stage in self._stages for name, struct in stage.model.array_names.items()}
-        for name, array in weights.items():
-            struct = structs.get(name)
-            if struct is None:
-                raise ValueError(f"the model has no parameter {name!r}")
-            if (array.shape, array.dtype) != (struct.shape, struct.dtype):
-                expected, found = f"{struct.dtype}{list(struct.shape)}", f"{array.dtype}{list(array.shape)}"
-                raise ValueError(f"expected {expected} for {name}, got {found}")
-        replaced = []
-        for stage in self._stages:
-            new = {i: weights[name] for i, name in enumerate(stage.model.array_names) if name in weights}
-            replaced.append(stage.model.packing.replace(stage.params, new))
-        for stage, params in zip(self._stages, replaced, strict=True):
-            stage.params = params
+        return self._launched.popleft().wait()
 
     @property
     def pools(self) -> list[tuple[Pools, ...]]:
@@ -292,7 +263,7 @@ class LocalRunner:
 
     def reset(self) -> None:
         """See ``Runner``."""
-        for pending in self._launched.values():
+        for pending in self._launched:
             with contextlib.suppress(Exception):
                 pending.wait()
         for array in jax.tree.leaves([stage.state for stage in self._stages]):
@@ -303,7 +274,7 @@ class LocalRunner:
 
     def close(self) -> None:
         """See ``Runner``."""
-        for pending in self._launched.values():
+        for pending in self._launched:
             pending.wait()
         for array in jax.tree.leaves(self._open_masks):
             array.delete()

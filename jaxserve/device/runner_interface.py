@@ -1,6 +1,6 @@
 """The interface between a replica and the runner of its plans, in this process or another."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -46,26 +46,12 @@ class Runner(Protocol):
     both can be serialized and sent to another process. Not thread-safe.
     """
 
-    def launch(self, plans: Sequence[StepPlan]) -> int:
-        """Launch a step of one plan per lane and return its handle without waiting. Steps run in launch order."""
+    def launch(self, plans: Sequence[StepPlan]) -> None:
+        """Launch a step of one plan per lane, without waiting for it. Steps run in launch order."""
         ...
 
-    def collect(self, handle: int) -> list[StepResult]:
-        """Wait for a step and return the result of each lane, or raise its error. Call once per handle."""
-        ...
-
-    def weights(self) -> dict[str, np.ndarray]:
-        """Return copies of the parameters by path in the module, in the devices' dtypes and shapes."""
-        ...
-
-    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        """Replace the named parameters by arrays of the same dtype and shape; see ``weights``.
-
-        Steps already launched still use the old parameters. KV pages are not recomputed.
-
-        Raises:
-            ValueError: A name is unknown, or an array has the wrong shape or dtype; nothing is replaced.
-        """
+    def collect(self) -> list[StepResult]:
+        """Wait for the oldest step in flight and return the result of each lane, or raise its error."""
         ...
 
     def reset(self) -> None:

@@ -150,12 +150,6 @@ class ShardedModel:
         """Return the whole model's module without weights, as if this stage's devices had all layers."""
         return self.abstract_model if self.stage is None else dataclasses.replace(self, stage=None).abstract_model
 
-    @property
-    def array_names(self) -> dict[str, Struct]:
-        """Shape, dtype and sharding of each array by its path in the whole model, in flat order."""
-        params = self.abstract_model.params
-        return params if self.stage is None else {self.whole_path(path): struct for path, struct in params.items()}
-
     def whole_path(self, path: str) -> str:
         """Return a path in this stage's module as it is in the whole model."""
         stage = self.stage

@@ -98,8 +98,11 @@ def make_sampling(
         banned_until: First position at which ``banned_ids`` are allowed.
         bad_ids: Tokens never allowed.
     """
+    options = OptionValues(**{name: getattr(params, name) for name in SAMPLING_OPTIONS})
+    if params.is_plain:
+        return Sampling(options)
     return Sampling(
-        options=OptionValues(**{name: getattr(params, name) for name in SAMPLING_OPTIONS}),
+        options,
         num_logprobs=_num_logprobs(params, vocab_size),
         banned_ids=tuple(banned_ids) if params.min_tokens else (),
         banned_until=banned_until,
@@ -162,13 +165,8 @@ class Admission:
             times = {"arrival_s": arrival_s, "queued_s": time.monotonic()}
             return pooling_state(request, request.pooling, token_ids, limits, **times)
         limits.check_generates()
-        check_against(params, vocab_size=limits.vocab_size, max_logprobs=limits.max_logprobs)
         params = fit_max_tokens(params, len(token_ids), limits.max_model_len, request.is_strict_length)
-        self._check_supported(params)
-        grammar = None
-        if params.structured_outputs is not None:
-            assert self.grammars is not None
-            grammar = self.grammars.submit(params.structured_outputs)
+        grammar = None if params.is_plain else self._check_features(params)
         if params is not request.params:
             request = dataclasses.replace(request, params=params)
         tokenizer = self.tokenizer if params.detokenize else None
@@ -191,9 +189,12 @@ class Admission:
     ) -> list[Sample]:
         """Create the samples of a request; the others follow the first one, whose prompt pages they share."""
         params, limits = request.params, self.limits
-        bad_words = self._bad_words(params.bad_words) if params.bad_words else []
         stop_ids: dict[int, int | None] = {} if params.ignore_eos else dict.fromkeys(limits.eos_token_ids)
-        stop_ids |= {token: token for token in params.stop_token_ids or ()}
+        bad_words, constraints = list[tuple[int, ...]](), list[Constraint | None]([None] * params.n)
+        if not params.is_plain:
+            stop_ids |= {token: token for token in params.stop_token_ids or ()}
+            bad_words = self._bad_words(params.bad_words or ())
+            constraints = self._constraints(request, prompt, grammar, bad_words)
         max_length = len(prompt) + (params.max_tokens or 0)
         cache_root = limits.cache_root(request.cache_salt, request.request_id, max_length)
         sampling = make_sampling(
@@ -207,7 +208,7 @@ class Admission:
         seed = default_seed if params.seed is None else params.seed
         samples: list[Sample] = []
         pieces = None if tokenizer is None else tokenizer.pieces(params.skip_special_tokens)
-        for index, constraint in enumerate(self._constraints(request, prompt, grammar, bad_words)):
+        for index, constraint in enumerate(constraints):
             detokenizer = None if pieces is None else _detokenizer(pieces, params, prompt)
             sequence = Sequence(
                 request,
@@ -232,6 +233,8 @@ class Admission:
 
     def _bad_words(self, words: collections.abc.Sequence[str]) -> list[tuple[int, ...]]:
         """Return the token sequences of bad words; a tokenizer may have tokens that the model lacks."""
+        if not words:
+            return []
         assert self.tokenizer is not None
         found = bad_word_ids(self.tokenizer, words)
         outside = [token for word in found for token in word if not 0 <= token < self.limits.vocab_size]
@@ -257,6 +260,19 @@ class Admission:
             expected = f"expected ids from 0 to {self.limits.vocab_size - 1}"
             raise RequestError(f"token id {largest} is out of vocabulary; {expected}", parameter="prompt")
         return token_ids
+
+    def _check_features(self, params: SamplingParams) -> GrammarFuture | None:
+        """Check parameters that are not plain, and start to compile the grammar if there is one.
+
+        Raises:
+            RequestError: A feature needs a tokenizer or parser that the engine lacks, or exceeds its limits.
+        """
+        check_against(params, vocab_size=self.limits.vocab_size, max_logprobs=self.limits.max_logprobs)
+        self._check_supported(params)
+        if params.structured_outputs is None:
+            return None
+        assert self.grammars is not None
+        return self.grammars.submit(params.structured_outputs)
 
     def _check_supported(self, params: SamplingParams) -> None:
         """Reject parameters that need a tokenizer or parser that the engine lacks, and invalid ``extra_args``."""

@@ -1,6 +1,5 @@
 """Calls that block until a loop has their outputs, for ``LLM``."""
 
-import collections
 import dataclasses
 import queue
 import time
@@ -14,7 +13,7 @@ from jaxserve.api.outputs import PoolingRequestOutput, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState
-from jaxserve.engine.stream import Stream
+from jaxserve.engine.stream import Content, Stream
 
 Prepare = Callable[[Request, float], RequestState]
 """Validates and tokenizes a request that arrived at a time of ``time.monotonic()``."""
@@ -22,40 +21,37 @@ Prepare = Callable[[Request, float], RequestState]
 
 @dataclasses.dataclass(eq=False)
 class CallSink:
-    """Keeps the outputs of a stream until the caller takes them.
+    """The outputs of a request go to the call that waits for them.
 
     Attributes:
         readers: The caller.
-        request: The request of the stream.
-        contents: Outputs, and the error that ends the stream.
+        request: The request.
         has_room: True: outputs are made as they come.
     """
 
     readers: "Caller"
     request: RequestState
-    contents: collections.deque[RequestOutput | BaseException] = dataclasses.field(
-        default_factory=collections.deque[RequestOutput | BaseException]
-    )
     has_room: bool = True
-
-    def put(self, content: RequestOutput | BaseException) -> None:
-        """Keep an output or an error."""
-        self.contents.append(content)
 
 
 class Caller:
     """A thread that waits for outputs."""
 
     def __init__(self) -> None:
-        self._woken: queue.SimpleQueue[Sequence[CallSink]] = queue.SimpleQueue()
+        self._taken: queue.SimpleQueue[Sequence[tuple[CallSink, Content]]] = queue.SimpleQueue()
 
-    def wake(self, sinks: Sequence[Any]) -> None:
-        """Hand over sinks that have contents."""
-        self._woken.put(sinks)
+    def take(self, contents: Sequence[tuple[Any, Content]]) -> None:
+        """See ``Readers``."""
+        self._taken.put(contents)
 
-    def wait(self) -> Sequence[CallSink]:
-        """Wait for sinks that have contents. A signal handler may raise meanwhile."""
-        return self._woken.get()
+    def wait(self) -> Sequence[tuple[CallSink, Content]]:
+        """Wait for outputs and errors; return them with their sinks. A signal handler may raise meanwhile."""
+        return self._taken.get()
+
+    @property
+    def has_contents(self) -> bool:
+        """Whether ``wait`` returns at once."""
+        return not self._taken.empty()
 
 
 class ProgressBar:
@@ -137,13 +133,13 @@ class Calls:
             self._loop.begin(streams)
             if use_tqdm:
                 bar = ProgressBar(requests, tqdm if use_tqdm is True else use_tqdm)
-            num_open = len(sinks)
-            while num_open:
-                for sink in caller.wait():
-                    num_open -= 1
+            contents = dict[CallSink, Content]()
+            while len(contents) < len(sinks):
+                for sink, content in caller.wait():
+                    contents[sink] = content
                     if bar is not None:
                         bar.count(sink.request)
-            return [self._taken(sink) for sink in sinks]
+            return [self._output(sink.request, contents[sink]) for sink in sinks]
         except BaseException:
             self._loop.drop_all(streams)
             raise
@@ -158,18 +154,17 @@ class Calls:
         """
         self._loop.check_outside()
         (request,) = self._prepared([prompt])
-        sink = CallSink(Caller(), request)
-        stream = Stream(sink, request=request, metrics="all" if self._with_metrics else "none")
+        caller = Caller()
+        stream = Stream(CallSink(caller, request), request=request, metrics="all" if self._with_metrics else "none")
         try:
             self._loop.begin([stream])
             while True:
-                while not sink.contents:
-                    sink.readers.wait()
-                output = self._taken(sink)
-                yield output
-                if output.finished:
-                    return
-                if not sink.contents:
+                for _, content in caller.wait():
+                    output = self._output(request, content)
+                    yield output
+                    if output.finished:
+                        return
+                if not caller.has_contents:
                     self._loop.want(stream)
         finally:
             if not request.is_finished():
@@ -192,11 +187,10 @@ class Calls:
                 raise RequestError(f"prompt {index}: {error}") from error
         return requests
 
-    def _taken(self, sink: CallSink) -> RequestOutput:
-        """Take the next output of a request; one that has failed gets its error in the output."""
-        content = sink.contents.popleft()
+    def _output(self, request: RequestState, content: Content) -> RequestOutput:
+        """Return the output that was handed over; a request that has failed gets its error in its output."""
         if not isinstance(content, BaseException):
             return content
-        if sink.request.error is None:
+        if request.error is None:
             raise content
-        return sink.request.output(self._with_metrics)
+        return request.output(self._with_metrics)

@@ -21,9 +21,8 @@ from jaxserve.engine.pooling import pooled_vector
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState
 from jaxserve.sampling.logprobs import TokenLogprobs
-from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.router import choose_scheduler
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step import Step
 from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -235,20 +234,22 @@ class Engine:
             why = str(self._failure) or type(self._failure).__name__
             raise EngineDeadError(f"the engine stopped: {why}") from self._failure
 
-    def _deliver(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
+    def _deliver(self, step: Step, result: StepResult) -> list[RequestState]:
         """Note a step's results in one lane; return the requests they changed."""
         if self.expert_load is not None and result.expert_tokens is not None:
             self.expert_load.add(result.expert_tokens)
         requests = self._requests
-        changed = dict.fromkeys([requests[sequence.request.request_id] for sequence in completion.sampled])
-        if completion.scored:
-            changed |= dict.fromkeys(self._add_prompt_logprobs(completion, result))
+        changed = dict.fromkeys([requests[sequence.request.request_id] for sequence in step.sampled])
+        if step.scored:
+            changed |= dict.fromkeys(self._add_prompt_logprobs(step, result))
         if result.logprobs is not None:
-            self._score(completion, result.logprobs)
-        started = self._note_first_tokens(completion.started, now) if completion.started else []
-        pooled = self._add_vectors(completion, result, now) if completion.pooled else []
-        self._metrics.stepped(completion, now, started, pooled)
-        for sequence in completion.finished:
+            self._score(step, result.logprobs)
+        # The first of a request's sequences, which the others follow, gets the first token.
+        firsts = (requests.get(sequence.request.request_id) for sequence in step.started if not sequence.index)
+        started = [request for request in firsts if request is not None]
+        pooled = self._add_vectors(step, result) if step.pooled else []
+        self._metrics.stepped(step, started, pooled)
+        for sequence in step.finished:
             request = requests.get(sequence.request.request_id)
             if request is None:  # another sample has failed
                 continue
@@ -262,11 +263,11 @@ class Engine:
                 self._fail_alone(request, sequence.error)
         return [*changed, *pooled]
 
-    def _add_prompt_logprobs(self, completion: Completion, result: StepResult) -> list[RequestState]:
+    def _add_prompt_logprobs(self, step: Step, result: StepResult) -> list[RequestState]:
         """Add the logprobs of prompts to their requests; return the requests that fail because of them."""
         assert result.prompt_logprobs is not None
         failed: list[RequestState] = []
-        for chunk in completion.scored:
+        for chunk in step.scored:
             request = self._requests.get(chunk.sequence.request.request_id)
             if request is None:  # another chunk of the request has failed
                 continue
@@ -277,9 +278,9 @@ class Engine:
                 failed.append(request)
         return failed
 
-    def _score(self, completion: Completion, scores: TokenLogprobs) -> None:
+    def _score(self, step: Step, scores: TokenLogprobs) -> None:
         """Add the logprobs of new tokens to their samples."""
-        for first, sequence in zip(completion.plan.first_samples, completion.rows, strict=True):
+        for first, sequence in zip(step.plan.first_samples, step.sequences, strict=True):
             request = self._requests.get(sequence.request.request_id)
             if request is None:
                 continue
@@ -291,19 +292,11 @@ class Engine:
             except BaseException as error:
                 self._fail_alone(request, own_failure(error))
 
-    def _note_first_tokens(self, sequences: list[Sequence], now: float) -> list[RequestState]:
-        """Set the time of first tokens; return the requests that got theirs."""
-        requests = dict.fromkeys(self._requests.get(sequence.request.request_id) for sequence in sequences)
-        started = [request for request in requests if request is not None and request.first_token_s is None]
-        for request in started:
-            request.first_token_s = now
-        return started
-
-    def _add_vectors(self, completion: Completion, result: StepResult, now: float) -> list[RequestState]:
+    def _add_vectors(self, step: Step, result: StepResult) -> list[RequestState]:
         """Finish the requests that a step has pooled, with their embeddings; return them."""
         assert result.sums is not None
         changed = []
-        for sequence, row in completion.pooled:
+        for sequence, row in step.pooled:
             request, params = self._requests[sequence.request.request_id], sequence.request.pooling
             assert params is not None
             changed.append(request)
@@ -314,7 +307,7 @@ class Engine:
                 continue
             if np.isfinite(vector).all():
                 request.embedding = vector.tolist()
-                request.finished_s = now
+                request.finished_s = step.completed_s
                 self._close(request)
             else:
                 self._fail_corrupted(request, "the model produced NaN or infinite hidden states")

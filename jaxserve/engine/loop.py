@@ -17,11 +17,10 @@ from jaxserve.api.errors import (
     RequestFailedError,
     unforeseen,
 )
-from jaxserve.api.outputs import RequestOutput
 from jaxserve.engine.command_thread import CommandThread
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.engine.stream import StepEngine, Stream, deadline_error, wake_readers
+from jaxserve.engine.stream import Content, Sink, StepEngine, Stream, deadline_error, hand_over
 from jaxserve.structured_output.grammars import copy_error
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,7 @@ _NUM_THREADS = 2  # more would only slow the steps down
 
 
 class Loop(CommandThread):
-    """Prepares requests, steps an engine while it has any, and puts outputs into the sinks of streams. Thread-safe.
+    """Prepares requests, steps an engine while it has any, and hands outputs to the readers of streams. Thread-safe.
 
     An output is made when the sink has room for it, or if it is the last; until then tokens stay in the request.
 
@@ -105,8 +104,7 @@ class Loop(CommandThread):
             stream.has_ended = True
             self._preparing.discard(stream)
         if is_first:
-            stream.sink.put(error)
-            stream.sink.readers.wake([stream.sink])
+            stream.sink.readers.take([(stream.sink, error)])
 
     def drop(self, stream: Stream) -> None:
         """End a stream without a reader, and abort its request. Does not block."""
@@ -156,7 +154,7 @@ class Loop(CommandThread):
             raise EngineDeadError(SHUT_DOWN) from None
 
     def deliver(self, changed: Iterable[RequestState]) -> None:
-        """Put outputs of requests that a step, or a function passed to ``call``, has changed. On the loop's thread."""
+        """Hand over outputs of requests that a step, or a function passed to ``call``, has changed. On its thread."""
         behind, self._behind = self._behind, []
         streams = dict.fromkeys(behind)
         for request in changed:
@@ -306,7 +304,7 @@ class Loop(CommandThread):
             self._next_deadline_s = min(self._next_deadline_s, deadline_s)
 
     def _abort(self, streams: list[Stream]) -> None:
-        """Abort the requests of open streams, and put their last outputs."""
+        """Abort the requests of open streams, and hand over their last outputs."""
         for stream in streams:
             assert stream.request is not None
             self._engine.abort(stream.request)
@@ -322,42 +320,40 @@ class Loop(CommandThread):
         """Abort requests whose deadline has passed."""
         if self._next_deadline_s > (now := time.monotonic()):
             return
-        woken: list[Stream] = []
+        failed: list[tuple[Sink, Content]] = []
         for stream in [one for one in self._open.values() if one.deadline_s is not None and one.deadline_s <= now]:
             assert stream.request is not None
             self._engine.abort(stream.request)
             self._close(stream, stream.request)
-            stream.sink.put(deadline_error(stream.request))
-            woken.append(stream)
+            failed.append((stream.sink, deadline_error(stream.request)))
         self._next_deadline_s = min((one.deadline_s or math.inf for one in self._open.values()), default=math.inf)
-        wake_readers(woken)
+        hand_over(failed)
 
     def _offer(self, streams: Iterable[Stream]) -> None:
-        """Put the next output or the error of each stream, and wake the readers."""
-        wake_readers([stream for stream in streams if self._put_next(stream)])
+        """Hand the next output or the error of each stream to its readers."""
+        found = ((stream.sink, self._next_content(stream)) for stream in streams)
+        hand_over((sink, content) for sink, content in found if content is not None)
 
-    def _put_next(self, stream: Stream) -> bool:
-        """Put the next output or the error of a stream; return whether there was one."""
+    def _next_content(self, stream: Stream) -> Content | None:
+        """Return the next output or the error of a stream, if there is one and its sink has room for it."""
         request = stream.request
         assert request is not None
         is_last = request.is_finished()
         if stream.has_ended:  # it is being dropped
             if is_last:
                 self._close(stream, request)
-            return False
+            return None
         if not is_last and not stream.sink.has_room:
             self._behind.append(stream)
-            return False
-        content = self._next_content(request, stream.metrics == "all" or (is_last and stream.metrics == "last"))
-        if content is None:
-            return False
-        self._wanted.discard(stream)
+            return None
+        content = self._make_content(request, stream.metrics == "all" or (is_last and stream.metrics == "last"))
         if is_last or isinstance(content, BaseException):
             self._close(stream, request)
-        stream.sink.put(content)
-        return True
+        elif content is not None:
+            self._wanted.discard(stream)
+        return content
 
-    def _next_content(self, request: RequestState, with_metrics: bool) -> RequestOutput | BaseException | None:
+    def _make_content(self, request: RequestState, with_metrics: bool) -> Content | None:
         """Return the error or the next output of a request, if there is one; abort it if its output cannot be made."""
         if request.error is None:
             try:

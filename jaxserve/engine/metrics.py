@@ -2,7 +2,7 @@
 
 import collections
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -10,8 +10,7 @@ from jaxserve.api.metric_types import Counter, Distribution, Gauge, Metric
 from jaxserve.api.outputs import FinishReason
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState
-from jaxserve.scheduling.plan_draft import Completion
-from jaxserve.scheduling.sequence import Sequence as ScheduledSequence
+from jaxserve.scheduling.step import Step
 
 PREFIX = "jaxserve:"
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
@@ -48,41 +47,37 @@ class EngineMetrics:
     def __init__(self, max_model_len: int):
         tokens = _one_two_five(max_model_len)
         self._prompt_tokens = self._cached_tokens = self._generation_tokens = self._corrupted = 0
-        self._finished = dict.fromkeys(FINISH_REASONS, 0)
-        self._first_token = Distribution("time_to_first_token_seconds", _FIRST_TOKEN_S)
-        self._between_tokens = Distribution("inter_token_latency_seconds", _TOKEN_S)
-        self._per_token = Distribution("request_time_per_output_token_seconds", _TOKEN_S)
-        self._latency = Distribution("e2e_request_latency_seconds", _LATENCY_S)
-        self._queue = Distribution("request_queue_time_seconds", _LATENCY_S)
-        self._inference = Distribution("request_inference_time_seconds", _LATENCY_S)
-        self._prefill = Distribution("request_prefill_time_seconds", _LATENCY_S)
-        self._decode = Distribution("request_decode_time_seconds", _LATENCY_S)
-        self._request_prompt = Distribution("request_prompt_tokens", tokens)
-        self._request_generation = Distribution("request_generation_tokens", tokens)
-        self._request_longest = Distribution("request_max_num_generation_tokens", tokens)
-        self._request_computed = Distribution("request_prefill_kv_computed_tokens", tokens)
-        self._request_n = Distribution("request_params_n", _SAMPLES)
-        self._request_max_tokens = Distribution("request_params_max_tokens", tokens)
-        self._step_tokens = Distribution("iteration_tokens_total", _STEP_TOKENS)
+        self._finished = collections.Counter[FinishReason](dict.fromkeys(FINISH_REASONS, 0))
+        bounds = {
+            "time_to_first_token_seconds": _FIRST_TOKEN_S,
+            "inter_token_latency_seconds": _TOKEN_S,
+            "request_time_per_output_token_seconds": _TOKEN_S,
+            "e2e_request_latency_seconds": _LATENCY_S,
+            "request_queue_time_seconds": _LATENCY_S,
+            "request_inference_time_seconds": _LATENCY_S,
+            "request_prefill_time_seconds": _LATENCY_S,
+            "request_decode_time_seconds": _LATENCY_S,
+            "request_prompt_tokens": tokens,
+            "request_generation_tokens": tokens,
+            "request_max_num_generation_tokens": tokens,
+            "request_prefill_kv_computed_tokens": tokens,
+            "request_params_n": _SAMPLES,
+            "request_params_max_tokens": tokens,
+            "iteration_tokens_total": _STEP_TOKENS,
+        }
+        self._distributions = {name: Distribution(name, limits) for name, limits in bounds.items()}
 
-    def stepped(
-        self,
-        completion: Completion,
-        now: float,
-        started: Sequence[RequestState],
-        pooled: Sequence[RequestState],
-    ) -> None:
+    def stepped(self, step: Step, started: Sequence[RequestState], pooled: Sequence[RequestState]) -> None:
         """Count the results of a step.
 
         Args:
-            completion: The results.
-            now: Their time, in seconds of ``time.monotonic()``.
+            step: The completed step.
             started: Requests that got their first token.
             pooled: Requests that the step pooled.
         """
-        for previous_s, count in collections.Counter(completion.previous_s).items():
-            self._between_tokens.observe(now - previous_s, count)
-        num_tokens = completion.num_tokens
+        for previous_s, count in collections.Counter(step.previous_s).items():
+            self._distributions["inter_token_latency_seconds"].observe(step.completed_s - previous_s, count)
+        num_tokens = step.num_new_tokens
         self._generation_tokens += num_tokens
         for request in (*started, *pooled):
             num_prompt_tokens = len(request.prompt_token_ids)
@@ -90,9 +85,9 @@ class EngineMetrics:
             self._prompt_tokens += num_prompt_tokens
             self._cached_tokens += request.num_cached_tokens or 0
         for request in started:
-            self._first_token.observe(now - request.arrival_s)
+            self._distributions["time_to_first_token_seconds"].observe(step.completed_s - request.arrival_s)
         if num_tokens:
-            self._step_tokens.observe(num_tokens)
+            self._distributions["iteration_tokens_total"].observe(num_tokens)
 
     def corrupted(self) -> None:
         """Count a request with NaN logits or non-finite hidden states."""
@@ -104,35 +99,34 @@ class EngineMetrics:
         reasons: list[FinishReason] = [
             "error" if request.error is not None else sequence.finish_reason or "abort" for sequence in sequences
         ]
-        for reason in reasons:
-            self._finished[reason] += 1
+        self._finished.update(reasons)
         first_s = request.first_token_s
         if request.embedding is not None and request.finished_s is not None:
-            self._request_ended(request, request.finished_s, request.finished_s)
+            self._observe(_request_values(request, request.finished_s, request.finished_s))
         elif first_s is not None and "abort" not in reasons and "error" not in reasons:
-            self._request_ended(request, first_s, max(sequence.last_token_s for sequence in sequences))
-            self._generated(request, sequences, first_s)
+            last_s = max(sequence.last_token_s for sequence in sequences)
+            self._observe(_request_values(request, first_s, last_s))
+            self._observe(
+                {
+                    "request_decode_time_seconds": last_s - first_s,
+                    "request_max_num_generation_tokens": max(sequence.num_output_tokens for sequence in sequences),
+                    "request_params_n": len(sequences),
+                    "request_params_max_tokens": request.request.params.max_tokens or 0,
+                }
+            )
+            for sequence in sequences:
+                num_tokens, duration_s = sequence.num_output_tokens, sequence.last_token_s - first_s
+                self._observe(
+                    {
+                        "request_generation_tokens": num_tokens,
+                        "request_time_per_output_token_seconds": duration_s / max(num_tokens - 1, 1),
+                    }
+                )
 
-    def _generated(self, request: RequestState, sequences: Sequence[ScheduledSequence], first_s: float) -> None:
-        """Count the completions of a request that is neither aborted nor failed, and its parameters."""
-        self._decode.observe(max(sequence.last_token_s for sequence in sequences) - first_s)
-        self._request_longest.observe(max(sequence.num_output_tokens for sequence in sequences))
-        self._request_n.observe(len(sequences))
-        self._request_max_tokens.observe(request.request.params.max_tokens or 0)
-        for sequence in sequences:
-            self._request_generation.observe(sequence.num_output_tokens)
-            self._per_token.observe((sequence.last_token_s - first_s) / max(sequence.num_output_tokens - 1, 1))
-
-    def _request_ended(self, request: RequestState, first_s: float, last_s: float) -> None:
-        """Count the latencies and prompt of a generation or pooling request whose prefill ended at ``first_s``."""
-        scheduled_s = request.samples[0].sequence.scheduled_s
-        self._latency.observe(last_s - request.arrival_s)
-        self._queue.observe(scheduled_s - request.queued_s)
-        self._prefill.observe(first_s - scheduled_s)
-        self._inference.observe(last_s - scheduled_s)
-        num_prompt_tokens = len(request.prompt_token_ids)
-        self._request_prompt.observe(num_prompt_tokens)
-        self._request_computed.observe(num_prompt_tokens - (request.num_cached_tokens or 0))
+    def _observe(self, values: Mapping[str, float]) -> None:
+        """Add a value to each of some histograms, by name."""
+        for name, value in values.items():
+            self._distributions[name].observe(value)
 
     def collect(self, replicas: Sequence[Replica], num_compiles: int) -> list[Metric]:
         """Return the current metrics in a fixed order; ``num_compiles`` is the count of a ``CompileCounter``."""
@@ -161,8 +155,21 @@ class EngineMetrics:
         found += [Counter(PREFIX + name, {}, value) for name, value in counters.items()]
         for reason, count in self._finished.items():
             found.append(Counter(f"{PREFIX}request_success", {"finished_reason": reason}, count))
-        found += [metric.snapshot(PREFIX) for metric in vars(self).values() if isinstance(metric, Distribution)]
+        found += [metric.snapshot(PREFIX) for metric in self._distributions.values()]
         return found
+
+
+def _request_values(request: RequestState, first_s: float, last_s: float) -> dict[str, float]:
+    """Return the latencies and token counts of the prompt of a request whose prefill ended at ``first_s``."""
+    scheduled_s, num_prompt_tokens = request.samples[0].sequence.scheduled_s, len(request.prompt_token_ids)
+    return {
+        "e2e_request_latency_seconds": last_s - request.arrival_s,
+        "request_queue_time_seconds": scheduled_s - request.queued_s,
+        "request_prefill_time_seconds": first_s - scheduled_s,
+        "request_inference_time_seconds": last_s - scheduled_s,
+        "request_prompt_tokens": num_prompt_tokens,
+        "request_prefill_kv_computed_tokens": num_prompt_tokens - (request.num_cached_tokens or 0),
+    }
 
 
 class CompileCounter:

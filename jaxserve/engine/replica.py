@@ -3,31 +3,15 @@
 import collections
 import collections.abc
 import time
-from typing import NamedTuple
 
 from jaxserve.device.runner_interface import Runner, StepResult
 from jaxserve.scheduling.pipeline import num_idle_stages
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.step import Step
 
 _NO_PLAN = StepPlan(-1, same_rows_as=-1)
 """Plan of a lane without work in a step."""
-
-
-class LaneResult(NamedTuple):
-    """What a step did in one lane, and when its results arrived, in seconds of ``time.monotonic()``."""
-
-    completion: Completion
-    result: StepResult
-    now: float
-
-
-class _Flight(NamedTuple):
-    """A launched step: the plan of each lane and the runner's handle."""
-
-    plans: list[StepPlan | None]
-    handle: int
 
 
 class Replica:
@@ -55,7 +39,7 @@ class Replica:
         self._num_stages = schedulers[0].limits.num_stages
         assert depth >= self._num_stages, f"depth {depth} leaves some of {self._num_stages} stages without work"
         self._depth = depth
-        self._in_flight: collections.deque[_Flight | None] = collections.deque()
+        self._in_flight = collections.deque[list[StepPlan | None] | None]()  # the plans of each step; None: a bubble
 
     def replace(self, replicas: "collections.abc.Iterable[Replica]") -> None:
         """Continue the counters of replicas that this one replaces; schedulers have their own."""
@@ -89,23 +73,24 @@ class Replica:
             if len(self._in_flight) >= self._depth:
                 return False
             plans = [scheduler.schedule(now) for scheduler in self.schedulers]
-        self._add_tick(_Flight(plans, self.runner.launch([plan or _NO_PLAN for plan in plans])))
+        self.runner.launch([plan or _NO_PLAN for plan in plans])
+        self._add_tick(plans)
         self.num_steps += 1
         return True
 
-    def collect(self, is_last: bool) -> list[LaneResult]:
+    def collect(self, is_last: bool) -> list[tuple[Step, StepResult]]:
         """Complete the oldest step if ``depth`` steps are in flight or ``is_last``; return what it did in each lane."""
         if not self._in_flight or (not is_last and len(self._in_flight) < self._depth):
             return []
-        flight = self._in_flight.popleft()
-        assert flight is not None, "the oldest step in flight is a bubble"
+        plans = self._in_flight.popleft()
+        assert plans is not None, "the oldest step in flight is a bubble"
         while self._in_flight and self._in_flight[0] is None:
             self._in_flight.popleft()
-        results = self.runner.collect(flight.handle)
+        results = self.runner.collect()
         now = time.monotonic()
         return [
-            LaneResult(scheduler.complete(plan, result.tokens, result.errors, now), result, now)
-            for scheduler, plan, result in zip(self.schedulers, flight.plans, results, strict=True)
+            (scheduler.complete(plan, result.tokens, result.errors, now), result)
+            for scheduler, plan, result in zip(self.schedulers, plans, results, strict=True)
             if plan is not None
         ]
 
@@ -120,9 +105,9 @@ class Replica:
         self._in_flight.clear()
         self.runner.close()
 
-    def _add_tick(self, tick: _Flight | None) -> None:
-        """Add a step, or None for a bubble of a pipeline, to the ticks in flight."""
-        self._in_flight.append(tick)
+    def _add_tick(self, plans: list[StepPlan | None] | None) -> None:
+        """Add the plans of a step, or None for a bubble of a pipeline, to the ticks in flight."""
+        self._in_flight.append(plans)
         self.num_stage_ticks += self._num_stages
         if self._num_stages > 1:
             num_runnable = sum(scheduler.num_runnable for scheduler in self.schedulers)

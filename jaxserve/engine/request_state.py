@@ -14,8 +14,8 @@ from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.endings import shown_end
-from jaxserve.scheduling.plan_draft import ScoredChunk
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step import ScoredChunk
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.text_offsets import TextOffsets
 from jaxserve.text.tokenizer import Tokenizer
@@ -138,12 +138,12 @@ class Sample:
         return self._output(0, text, logprobs, failed)
 
     def take(self, failed: bool = False) -> CompletionOutput | None:
-        """Return the delta since the last ``take``, or None if it is empty, at the cost of the delta only."""
+        """Return the delta since the last ``take``, or None if it is too short, at the cost of the delta only."""
         start, is_finished = self.num_returned, self.sequence.finish_reason is not None
-        self.num_returned = self.sequence.num_output_tokens
-        if start == self.num_returned and (self.has_returned_reason or not is_finished):
+        least = self.sequence.request.stream_interval if start else 1
+        if self.sequence.num_output_tokens - start < least and (self.has_returned_reason or not is_finished):
             return None
-        self.has_returned_reason = is_finished
+        self.num_returned, self.has_returned_reason = self.sequence.num_output_tokens, is_finished
         text = "" if self.detokenizer is None else self.detokenizer.take()
         return self._output(start, text, None if self.logprobs is None else self.logprobs[start:], failed)
 
@@ -175,7 +175,6 @@ class RequestState:
         prompt_offsets: Where the prompt's tokens begin in its text; None without text or logprobs of the prompt.
         grammar: The compiled structured output.
         lane: Index of the scheduler that runs it.
-        first_token_s: When its first token arrived.
         finished_s: When a pooling request finished.
         error: Why it failed: then its samples have the finish reason "error".
         embedding: The vector of a pooling request.
@@ -193,7 +192,6 @@ class RequestState:
     prompt_offsets: list[int] | None = None
     grammar: concurrent.futures.Future[Any] | None = None
     lane: int = 0
-    first_token_s: float | None = None
     finished_s: float | None = None
     error: RequestError | None = None
     embedding: list[float] | None = None
@@ -208,6 +206,11 @@ class RequestState:
     def request_id(self) -> str:
         """Name of the request."""
         return self.request.request_id
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When its first token arrived, that of the sample which the others follow; None before."""
+        return self.samples[0].sequence.first_token_s or None
 
     def is_finished(self) -> bool:
         """Whether every sample has finished."""
@@ -230,7 +233,8 @@ class RequestState:
         """Return the next output of the request's output kind; None if there is none yet.
 
         CUMULATIVE is everything so far; FINAL_ONLY the same, once the request has finished. DELTA is the addition since
-        the last call: samples without new tokens are omitted, finish reasons and prompt logprobs are returned once.
+        the last call: samples with too few new tokens (``Request.stream_interval``) are omitted, finish reasons and
+        prompt logprobs are returned once.
 
         Raises:
             Exception: As in ``output``.

@@ -11,19 +11,22 @@ from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.engine.request_state import RequestState
 
+Content = RequestOutput | BaseException
+"""An output of a stream, or the error that ends it."""
+
 
 @runtime_checkable
 class Readers(Hashable, Protocol):
-    """A group of readers that can be woken together, such as those of an event loop."""
+    """A group of readers that get outputs together, such as those of an event loop."""
 
-    def wake(self, sinks: Sequence[Any]) -> None:
-        """Wake the readers of these sinks, which all belong to this group. Thread-safe."""
+    def take(self, contents: Sequence[tuple[Any, Content]]) -> None:
+        """Take outputs and errors, each with its sink of this group, and wake their readers. Thread-safe."""
         ...
 
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes the outputs of a stream. Any thread may use it."""
+    """Where the outputs of a stream go. Any thread may use it."""
 
     @property
     def readers(self) -> Readers:
@@ -35,17 +38,13 @@ class Sink(Protocol):
         """Whether to make the next output; until then tokens stay in the request. The last output needs no room."""
         ...
 
-    def put(self, content: RequestOutput | BaseException) -> None:
-        """Take the next output, or the error that ends the stream."""
-        ...
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Stream:
     """A request on its way through the loop.
 
     Attributes:
-        sink: Takes its outputs.
+        sink: Where its outputs go.
         request_id: Name of the request, if the caller gives it one; for aborts before it is prepared.
         deadline_s: Time, in seconds of ``time.monotonic()``, at which it fails, waiting or running; None for never.
         metrics: Which outputs have ``metrics``.
@@ -108,13 +107,13 @@ def deadline_after(timeout_s: Any) -> float | None:
     return time.monotonic() + timeout_s
 
 
-def wake_readers(streams: Iterable[Stream]) -> None:
-    """Wake the readers of streams, with one call per group."""
-    by_readers: dict[Readers, list[Sink]] = collections.defaultdict(list)
-    for stream in streams:
-        by_readers[stream.sink.readers].append(stream.sink)
-    for readers, sinks in by_readers.items():
-        readers.wake(sinks)
+def hand_over(contents: Iterable[tuple[Sink, Content]]) -> None:
+    """Hand outputs and errors to the readers of their sinks, with one call per group."""
+    by_readers: dict[Readers, list[tuple[Sink, Content]]] = collections.defaultdict(list)
+    for sink, content in contents:
+        by_readers[sink.readers].append((sink, content))
+    for readers, taken in by_readers.items():
+        readers.take(taken)
 
 
 def deadline_error(request: RequestState) -> DeadlineError:

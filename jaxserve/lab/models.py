@@ -16,6 +16,8 @@ _OTHER_CLASSES: Mapping[str, str] = {
 }
 """Architectures of GGUF files by further classes that they have."""
 
+TEXT_HALVES_NOTE = "Of the classes ForConditionalGeneration the language model runs; images and audio are not read."
+
 
 def gguf_names() -> dict[str, str]:
     """Return the architecture of GGUF files for each name of ``architectures`` in config.json; "-" if there is none."""
@@ -38,7 +40,7 @@ def text() -> str:
     width = max(map(len, names))
     lines = ["Architectures, as config.json names them, and their name in GGUF files:"]
     lines += [f"  {name:{width}}  {gguf}" for name, gguf in names.items()]
-    lines += ["", f"Files: {_FILES}", "", "Quantized weights:"]
+    lines += [f"  ({TEXT_HALVES_NOTE})", "", f"Files: {_FILES}", "", "Quantized weights:"]
     for each in DESCRIPTIONS:
         lines += [
             f"  {each.name}: {each.variants.replace('`', '')}",

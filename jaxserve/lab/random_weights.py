@@ -13,6 +13,7 @@ from jaxserve.api.errors import ConfigError
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import abstract_model
 from jaxserve.models.loading import read_model_config, read_model_fields
+from jaxserve.models.text_half import text_fields
 
 MOST_BYTES = 1 << 30
 """Largest checkpoint that is made, in float32."""
@@ -57,8 +58,7 @@ def write_random_checkpoint(
     arrays = {name: _random(generator, shape) for name, shape in shapes.items()}
     target.mkdir(parents=True, exist_ok=True)
     config = {
-        **read_model_fields(source)[0],
-        **(overrides or {}),
+        **text_fields(read_model_fields(source)[0], overrides),
         "dtype": "float32",
         "torch_dtype": "float32",
     }

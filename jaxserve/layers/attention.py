@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -62,12 +63,35 @@ def choose_attention(
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs shared by all layers with the same page table: the batch, the number of tokens in use, and the cosines and
-    sines of each of the model's rotary embeddings."""
+    """Inputs shared by all layers with the same page table, and one that is the layer's own.
+
+    Attributes:
+        batch: The batch.
+        num_tokens: Tokens in use.
+        positions: Position of each token.
+        rotations: Cosines and sines of each of the model's rotary embeddings.
+        layer_input: What this layer adds for each token; None for nothing (Gemma 4's per-layer embeddings).
+    """
 
     batch: AttentionBatch
     num_tokens: Int[Array, ""]
+    positions: Int[Array, " T"]
     rotations: tuple[Rotation, ...]
+    layer_input: Float[Array, "rows P"] | None = None
+
+
+class PositionScale(NamedTuple):
+    """A factor of queries that grows with their position (Llama 4, Ministral 3): ``1 + beta * log(1 + floor((position +
+    offset) / interval))``."""
+
+    beta: float
+    interval: int
+    offset: int = 0
+
+    def __call__(self, positions: Int[Array, " T"]) -> Float[Array, " T"]:
+        """Return the factor of each position, in float32."""
+        intervals = jnp.floor((positions + self.offset).astype(jnp.float32) / self.interval)
+        return 1.0 + self.beta * jnp.log(1.0 + intervals)
 
 
 class Attention(nnx.Module, ABC):
@@ -85,6 +109,7 @@ class Attention(nnx.Module, ABC):
         soft_cap: Scores become cap * tanh(score / cap); None means no cap.
         window: Number of latest tokens that a query sees, itself included; None for all.
         rope: Index of the rotary embedding applied to queries and keys; None for none.
+        position_scale: Factor of queries by their position; None for none.
     """
 
     out: RowParallelLinear
@@ -100,6 +125,7 @@ class Attention(nnx.Module, ABC):
         soft_cap: float | None = None,
         window: int | None = None,
         rope: int | None = 0,
+        position_scale: PositionScale | None = None,
     ):
         parallel = scope.parallel
         heads = (
@@ -113,7 +139,7 @@ class Attention(nnx.Module, ABC):
         self.head_dim, self.window, self.soft_cap = head_dim, window, soft_cap
         self.scale = head_dim**-0.5 if scale is None else scale
         self.rope, self.mesh_axis, self.residual_axis = rope, parallel.heads, parallel.residual_axis
-        self.kv_axis, self.tokens_axis = parallel.kv_heads, parallel.tokens
+        self.kv_axis, self.tokens_axis, self.position_scale = parallel.kv_heads, parallel.tokens, position_scale
 
     @property
     def has_fused_norms(self) -> bool:
@@ -154,21 +180,43 @@ class Attention(nnx.Module, ABC):
         """Split the projection into heads, normalize them and apply RoPE."""
         return split_heads(qkv, rotation, self.head_norms, self.num_heads, self.num_kv_heads)
 
+    def query_heads(self, projected: Float[Array, "T width"], rotation: Rotation | None) -> Float[Array, "T N H"]:
+        """Return the queries of a layer that reads the keys and values of another."""
+        raise NotImplementedError
+
     def write_projected(
         self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> tuple[Float[Array, "T N H"], Pools]:
         """Return the queries, and this layer's pools with the step's keys and values, using the kernel's own writer."""
+        return self.write_ready(qkv, pools, inputs, settings, self.rotation(inputs), self.head_norms)
+
+    def write_ready(
+        self,
+        qkv: Float[Array, "T width"],
+        pools: Pools,
+        inputs: AttentionInputs,
+        settings: AttentionSettings,
+        rotation: Rotation | None = None,
+        norms: QkNorms | None = None,
+    ) -> tuple[Float[Array, "T N H"], Pools]:
+        """Return the same, with a rotary embedding and norms that the writer has yet to apply."""
         assert settings.kernel.writer is not None
         return settings.kernel.writer.write(
             qkv,
             pools,
             inputs.batch,
-            rotation=self.rotation(inputs),
-            norms=self.head_norms,
+            rotation=rotation,
+            norms=norms,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             page_size=settings.page_size,
         )
+
+    def scaled(self, query: Float[Array, "T N H"], inputs: AttentionInputs) -> Float[Array, "T N H"]:
+        """Multiply queries by the factor of their positions, if there is one."""
+        if self.position_scale is None:
+            return query
+        return (query * self.position_scale(inputs.positions)[:, None, None]).astype(query.dtype)
 
     def attend(
         self, query: Float[Array, "T N H"], pools: Pools, batch: AttentionBatch, settings: AttentionSettings

@@ -82,14 +82,27 @@ class DecoderLayer(nnx.Module, ABC):
         """Run the layer."""
         num_tokens, tile = inputs.num_tokens, settings.row_tile
         query, pools = self._written(x, pools, inputs, settings)
-        attended = self.attention.attend(query, pools, inputs.batch, settings)
+        attended = self.attention.attend(self.attention.scaled(query, inputs), pools, inputs.batch, settings)
         used = num_tokens if tile is None else None
         if not settings.counts_expert_tokens:
             after = partial(self.after_attention, num_rows=used)
-            return LayerOutput(map_rows(after, (x, attended), num_tokens, tile, len(attended)), pools)
+            x = map_rows(after, (x, attended), num_tokens, tile, len(attended))
+            return LayerOutput(self._finished(x, inputs, settings), pools)
         after = partial(self.after_attention_with_experts, num_rows=used)
         x, experts = map_rows(after, (x, attended), num_tokens, tile, len(attended))
-        return LayerOutput(x, pools, None if experts is None else count_tokens(experts, num_tokens, self.num_experts))
+        counts = None if experts is None else count_tokens(experts, num_tokens, self.num_experts)
+        return LayerOutput(self._finished(x, inputs, settings), pools, counts)
+
+    def add_layer_input(self, x: Float[Array, "rows D"], own: Float[Array, "rows P"]) -> Float[Array, "rows D"]:
+        """Return the layer's output from what attention and MLP made, and the layer's own input."""
+        raise NotImplementedError
+
+    def _finished(
+        self, x: Float[Array, "rows D"], inputs: AttentionInputs, settings: AttentionSettings
+    ) -> Float[Array, "rows D"]:
+        if inputs.layer_input is None:
+            return x
+        return map_rows(self.add_layer_input, (x, inputs.layer_input), inputs.num_tokens, settings.row_tile)
 
     def _written(
         self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
@@ -99,6 +112,10 @@ class DecoderLayer(nnx.Module, ABC):
         In tiled (deterministic) mode, normalization and RoPE run inside each tile.
         """
         num_tokens, tile = inputs.num_tokens, settings.row_tile
+        if self.kv_spec.reads is not None:
+            rotation = self.attention.rotation(inputs) or ()
+            queries = partial(self._queries, num_rows=num_tokens if tile is None else None)
+            return map_rows(queries, (x, *rotation), num_tokens, tile, len(inputs.batch.token_pages)), pools
         if settings.kernel.writer is not None and tile is None:
             return self.attention.write_projected(self.projected(x, num_tokens), pools, inputs, settings)
         rotation = self.attention.rotation(inputs) or ()
@@ -107,6 +124,12 @@ class DecoderLayer(nnx.Module, ABC):
         kernel_pools = cast(Any, pools)  # as many as the kernel's operation has
         written = settings.kernel.write_kv(kernel_pools, heads.key, heads.value, inputs.batch, settings.page_size)
         return heads.query, written
+
+    def _queries(
+        self, x: Float[Array, "rows D"], *rotation: Float[Array, "T half"], num_rows: Int[Array, ""] | None
+    ) -> Float[Array, "T N H"]:
+        projected = self.projected(x, num_rows)
+        return self.attention.query_heads(projected, cast(Rotation, rotation) if rotation else None)
 
     def _heads(
         self, x: Float[Array, "rows D"], *rotation: Float[Array, "T half"], num_rows: Int[Array, ""] | None
@@ -121,7 +144,7 @@ class RMSNormLayer(DecoderLayer):
         attention_norm: Norm of the attention branch.
         attention: Attention.
         mlp_norm: Norm of the MLP branch.
-        mlp: MLP, dense or sparse.
+        mlp: MLP: gated, plain or sparse.
         residual_multiplier: Factor of each branch before it is added.
     """
 
@@ -130,7 +153,7 @@ class RMSNormLayer(DecoderLayer):
         attention_norm: RMSNorm,
         attention: Attention,
         mlp_norm: RMSNorm,
-        mlp: GatedMLP | SparseMLP,
+        mlp: GatedMLP | PlainMLP | SparseMLP,
         *,
         residual_multiplier: float = 1.0,
     ):

@@ -5,10 +5,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from checkpoints import whole
-from jaxserve.layers.linear import fused_norm
+from jaxserve.layers.linear import ColumnParallelLinear, fused_norm
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.params import padded_rows, weight
+from jaxserve.layers.params import Rows, padded_rows, weight
 from jaxserve.layers.residual import block_output
 from jaxserve.layers.storage import matmul, rows
 from pallas_kernels.linear import Fused
@@ -71,3 +71,37 @@ class PositionEmbedding(nnx.Module):
         last one's."""
         positions = own_part(positions, self.residual_axis, 0)
         return rows(self.weight, jnp.minimum(positions, self.num_positions - 1)).astype(self.dtype)
+
+
+class PerLayerEmbedding(nnx.Module):
+    """A vector of each token for each layer (Gemma 4): the sum of one that is looked up and a projection of the token's
+    embedding.
+
+    Args:
+        vocab_size: Rows of the table.
+        hidden_size: D.
+        num_layers: L.
+        width: P, features for each layer.
+        eps: Epsilon of the norm of what is projected.
+        scope: Scope of the table, the projection and the norm.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, num_layers: int, width: int, *, eps: float, scope: Scope):
+        total = num_layers * width
+        self.table = VocabEmbedding(vocab_size, total, scope=scope.at("embed_tokens_per_layer"))
+        self.projection = ColumnParallelLinear(
+            hidden_size,
+            [Rows("per_layer_model_projection", total)],
+            outer_axis=None,
+            mesh_axis=None,
+            bias=False,
+            scope=scope.unsplit(),
+        )
+        self.norm = RMSNorm(width, eps=eps, scope=scope.at("per_layer_projection_norm"))
+        self.num_layers, self.width, self.hidden_size = num_layers, width, hidden_size
+
+    def __call__(self, tokens: Int[Array, " T"], x: Float[Array, "rows D"]) -> Float[Array, "rows L P"]:
+        """Compute the vectors of all tokens, or of this device's, whose scaled embeddings are ``x``."""
+        shape = (len(x), self.num_layers, self.width)
+        projected = self.norm((self.projection(x) * self.hidden_size**-0.5).reshape(shape))
+        return (projected + self.table(tokens).reshape(shape) * self.width**0.5) * 2**-0.5

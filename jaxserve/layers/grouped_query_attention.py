@@ -5,14 +5,15 @@ from functools import partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.attention import Attention
+from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Pools
 from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, rows_of, stack_rows, vector
-from pallas_kernels.qkv_write import QkNorms
+from pallas_kernels.qkv_write import Heads, QkNorms, Rotation, apply_rope
 
 QkNorm = Literal["none", "head", "width"]
 
@@ -38,6 +39,13 @@ class GroupedQueryAttention(Attention):
         has_sinks: Whether each query head has a sink (GPT-OSS).
         norm_eps: Epsilon of that norm.
         norm_offset: Offset of its weight.
+        norm_names: Modules of the norms of queries and keys.
+        has_norm_weights: Whether these have weights.
+        is_normed_last: Whether the norm over each head follows the rotary embedding (Hunyuan).
+        has_value_norm: Whether values are normalized over each head too, without a weight (Gemma 4).
+        reads: Index of the layer whose keys and values it reads, having none of its own; None for its own.
+        paired_dim: Features of a head that rotate in pairs (2 i, 2 i + 1) in checkpoints; they are stored with the even
+            ones first, so that they rotate as all others do, (i, i + half). 0: they are in this order.
         options: Further options of ``Attention``.
     """
 
@@ -59,17 +67,24 @@ class GroupedQueryAttention(Attention):
         has_sinks: bool = False,
         norm_eps: float = 1e-6,
         norm_offset: float = 0.0,
+        norm_names: tuple[str, str] = ("q_norm", "k_norm"),
+        has_norm_weights: bool = True,
+        is_normed_last: bool = False,
+        has_value_norm: bool = False,
+        reads: int | None = None,
+        paired_dim: int = 0,
         **options: Any,
     ):
         super().__init__(num_heads, num_kv_heads, head_dim, scope=scope, **options)
         scope = scope.over(self.mesh_axis)
-        self.qk_norm = qk_norm
+        self.qk_norm, self.kv_spec = qk_norm, self.kv_spec._replace(reads=reads)
         q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         rows = rows_of(qkv, (q_width, kv_width, kv_width), (head_dim,) * 3)
         rows = [each._replace(is_transposed=is_transposed) for each in rows]
         if is_interleaved:
             rows = [each._replace(start=i * head_dim, stride=3 * head_dim) for i, each in enumerate(rows)]
         rows[1:] = [each._replace(is_whole=self.kv_axis != self.mesh_axis) for each in rows[1:]]
+        rows = rows if reads is None else rows[:1]
         self.qkv = ColumnParallelLinear(
             hidden_size,
             rows,
@@ -77,6 +92,7 @@ class GroupedQueryAttention(Attention):
             mesh_axis=self.mesh_axis,
             bias=qkv_bias,
             scope=scope,
+            order=self._order(paired_dim) if paired_dim else None,
         )
         self.out = RowParallelLinear(
             q_width,
@@ -89,14 +105,27 @@ class GroupedQueryAttention(Attention):
         )
         sinks = stack_rows(scope, [Rows("sinks", num_heads)], "")
         self.sinks = vector(sinks, "q_heads", scope) if has_sinks else None
-        q_scope, k_scope = scope.at("q_norm"), scope.at("k_norm")
+        q_scope, k_scope = (scope.at(name) for name in norm_names)
+        self.is_normed_last = is_normed_last
+        value_norm = partial(RMSNorm, head_dim, eps=norm_eps, axis="head_dim", has_weight=False)
+        self.v_norm = value_norm(scope=scope) if has_value_norm else None
         if qk_norm == "head":
             norm = partial(RMSNorm, head_dim, eps=norm_eps, axis="head_dim", offset=norm_offset)
-            self.q_norm, self.k_norm = norm(scope=q_scope), norm(scope=k_scope)
+            norm = partial(norm, has_weight=has_norm_weights)
+            self.q_norm, self.k_norm = norm(scope=q_scope), None if reads is not None else norm(scope=k_scope)
         elif qk_norm == "width":
             self.q_norm = RMSNorm(q_width, eps=norm_eps, scope=q_scope, axis="q_heads", unit=head_dim)
             k_scope = k_scope.over(self.kv_axis)
             self.k_norm = RMSNorm(kv_width, eps=norm_eps, scope=k_scope, axis="kv_heads", unit=head_dim)
+
+    def _order(self, paired_dim: int) -> tuple[int, ...]:
+        """Return the indices of each device's rows with the even features of each query and key before the odd ones."""
+        head = np.arange(self.head_dim)
+        head[:paired_dim] = np.concatenate([np.arange(0, paired_dim, 2), np.arange(1, paired_dim, 2)])
+        num_rotated = self.num_heads + self.num_kv_heads
+        rows = np.arange((num_rotated + self.num_kv_heads) * self.head_dim).reshape(-1, self.head_dim)
+        rows[:num_rotated] = rows[:num_rotated, head]
+        return tuple(rows.reshape(-1).tolist())
 
     @property
     def has_fused_norms(self) -> bool:
@@ -105,9 +134,10 @@ class GroupedQueryAttention(Attention):
 
     @property
     def head_norms(self) -> QkNorms | None:
-        """Norms over each head of queries and keys."""
-        if self.qk_norm != "head":
+        """Norms over each head of queries and keys, before the rotary embedding."""
+        if self.qk_norm != "head" or self.is_normed_last:
             return None
+        assert self.k_norm is not None, "this layer reads the keys of another"
         return QkNorms(self.q_norm.gain, self.k_norm.gain, self.q_norm.eps)
 
     @property
@@ -123,8 +153,32 @@ class GroupedQueryAttention(Attention):
         if self.qk_norm != "width":
             return qkv
         q_width, k_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        assert self.k_norm is not None, "this layer reads the keys of another"
         query, key, value = jnp.split(qkv, [q_width, q_width + k_width], axis=1)
         query_square, key_square = split_mean_squares(query, key, self.mesh_axis)
         return jnp.concatenate(
             [self.q_norm.scaled(query, query_square), self.k_norm.scaled(key, key_square), value], axis=1
         )
+
+    def heads(self, qkv: Float[Array, "T width"], rotation: Rotation | None) -> Heads:
+        """Split the projection into heads, normalize them and apply RoPE."""
+        heads = super().heads(qkv, rotation)
+        if self.is_normed_last and self.k_norm is not None:
+            heads = heads._replace(query=self.q_norm(heads.query), key=self.k_norm(heads.key))
+        return heads if self.v_norm is None else heads._replace(value=self.v_norm(heads.value))
+
+    def query_heads(self, projected: Float[Array, "T width"], rotation: Rotation | None) -> Float[Array, "T N H"]:
+        """Return normalized and rotated queries, of a layer that reads the keys and values of another."""
+        query = projected.reshape(len(projected), self.num_heads, self.head_dim)
+        query = self.q_norm(query) if self.qk_norm == "head" else query
+        return query if rotation is None else apply_rope(query, *rotation)
+
+    def write_projected(
+        self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+    ) -> tuple[Float[Array, "T N H"], Pools]:
+        """Return the queries, and this layer's pools with the step's keys and values, using the kernel's own writer."""
+        if not self.is_normed_last and self.v_norm is None:
+            return super().write_projected(qkv, pools, inputs, settings)
+        heads = self.heads(qkv, self.rotation(inputs))
+        ready = jnp.concatenate([each.reshape(len(qkv), -1) for each in heads], axis=1)
+        return self.write_ready(ready, pools, inputs, settings)

@@ -31,6 +31,7 @@ class KVSpec(NamedTuple):
         window: Number of latest tokens that a query sees, itself included; None for all.
         value_dim: For latents (MLA), the number of leading features that are the value; ``num_kv_heads`` is then 1, and
             every device stores the whole latent. None for keys and values of their own.
+        reads: Index of the layer whose keys and values it reads, having none of its own; None for its own.
     """
 
     num_heads: int
@@ -39,6 +40,7 @@ class KVSpec(NamedTuple):
     dtype: str
     window: int | None
     value_dim: int | None = None
+    reads: int | None = None
 
     @property
     def operation(self) -> str:
@@ -50,6 +52,10 @@ class KVSpec(NamedTuple):
         """The sizes that implementations of the operation depend on, besides the page size."""
         sizes = {"head_dim": self.head_dim, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
         return sizes if self.value_dim is None else {**sizes, "value_dim": self.value_dim}
+
+    def home(self, layer: int) -> int:
+        """Return the index of the layer that has the keys and values of this one, the layer of index ``layer``."""
+        return layer if self.reads is None else self.reads
 
     @property
     def pool(self) -> PoolKind:
@@ -110,6 +116,8 @@ def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None, stage:
     stage = range(len(specs)) if stage is None else stage
     layers_of = collections.defaultdict[int | None, list[int]](list)
     for layer, spec in enumerate(specs):
+        if spec.reads is not None:
+            continue
         sees_all = spec.window is None or (max_model_len is not None and spec.window >= max_model_len)
         layers_of[None if sees_all else spec.window].append(layer)
     size = _table_size([len(layers) for layers in layers_of.values()])
@@ -129,7 +137,7 @@ def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None, stage:
                 num_alike[kind] += 1
                 indices[layer] = KVIndices(pool, len(windows))
             windows.append(window)
-    ordered = tuple(indices[layer] for layer in stage)
+    ordered = tuple(indices[specs[layer].home(layer)] for layer in stage)
     return KVLayout(ordered, tuple(pools), tuple(windows), (1,) * len(pools))
 
 

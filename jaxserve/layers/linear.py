@@ -27,6 +27,7 @@ class ColumnParallelLinear(nnx.Module):
         activation: Activation of gates, the first half of each device's outputs, which multiply the second half; None
             for no gates.
         scope: Scope that the modules' names are relative to.
+        order: Indices of each device's outputs, in checkpoints' order, where they are kept in another one.
     """
 
     def __init__(
@@ -39,11 +40,16 @@ class ColumnParallelLinear(nnx.Module):
         bias: bool,
         activation: str | None = None,
         scope: Scope,
+        order: tuple[int, ...] | None = None,
     ):
         scope = scope.over(mesh_axis)
         recipe, parts = stack_rows(scope, rows, "weight", inner), (scope.parallel.size, 1)
         self.weight = weight(recipe, (outer_axis, "embed"), parts, scope, activation is not None)
         self.bias = vector(stack_rows(scope, rows, "bias"), outer_axis or "embed", scope) if bias else None
+        if order is not None:
+            for param in (self.weight, self.bias):
+                if param is not None:
+                    param.set_metadata(order=order)
         self.activation, self.dtype = activation, scope.policy.activations_dtype
 
     def __call__(

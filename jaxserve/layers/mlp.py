@@ -1,7 +1,9 @@
 """MLPs: the gated one (arXiv:2002.05202) with its two input projections fused, and the plain one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -11,6 +13,9 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, Split, rows_of
 from jaxserve.layers.residual import block_input
 from pallas_kernels.linear import ACTIVATIONS
+
+PLAIN_ACTIVATIONS = {**ACTIVATIONS, "relu2": lambda x: jnp.square(jax.nn.relu(x))}
+"""Activations without gates."""
 
 
 class GatedMLP(nnx.Module):
@@ -71,16 +76,17 @@ class GatedMLP(nnx.Module):
 
 
 class PlainMLP(nnx.Module):
-    """``down(activation(up(x)))`` with biases; each device holds some of the inner features.
+    """``down(activation(up(x)))``; each device holds some of the inner features.
 
     Args:
         hidden_size: D.
         ffn_size: F.
-        activation: One of ``pallas_kernels.linear.ACTIVATIONS``.
+        activation: One of ``PLAIN_ACTIVATIONS``, or one with parameters of its own.
         scope: Scope of the module.
         up: Input projection in checkpoints.
         down: Output projection in checkpoints.
         is_transposed: Whether checkpoints have their weights as ``[in, out]``.
+        bias: Whether both have a bias.
     """
 
     def __init__(
@@ -88,23 +94,24 @@ class PlainMLP(nnx.Module):
         hidden_size: int,
         ffn_size: int,
         *,
-        activation: str,
+        activation: str | Callable[[Float[Array, "T F"]], Float[Array, "T F"]],
         scope: Scope,
         up: str,
         down: str,
         is_transposed: bool = False,
+        bias: bool = True,
     ):
         mesh_axis, self.residual_axis = scope.parallel.ffn, scope.parallel.residual_axis
         self.splits = (Split(ffn_size, f"intermediate_size {ffn_size}"),)
-        self.activation = activation
+        self.activation, self.has_fused_norms = activation, self.residual_axis is None
         rows = [Rows(up, ffn_size, is_transposed=is_transposed)]
-        self.up = ColumnParallelLinear(hidden_size, rows, outer_axis="ffn", mesh_axis=mesh_axis, bias=True, scope=scope)
+        self.up = ColumnParallelLinear(hidden_size, rows, outer_axis="ffn", mesh_axis=mesh_axis, bias=bias, scope=scope)
         self.down = RowParallelLinear(
             ffn_size,
             hidden_size,
             inner_axis="ffn",
             mesh_axis=mesh_axis,
-            bias=True,
+            bias=bias,
             scope=scope.at(down),
             is_transposed=is_transposed,
         )
@@ -113,10 +120,13 @@ class PlainMLP(nnx.Module):
         self,
         x: Float[Array, "rows D"],
         *,
+        norm: RMSNorm | None = None,
         residual: Float[Array, "rows D"] | None = None,
+        scale: float = 1.0,
         num_rows: Int[Array, ""] | None = None,
     ) -> Float[Array, "rows D"]:
-        """Compute ``residual + mlp(x)``; rows from ``num_rows`` on are undefined."""
-        x, _ = block_input(x, None, self.residual_axis)
-        inner = ACTIVATIONS[self.activation](self.up(x, num_rows=num_rows))
-        return self.down(inner, residual=residual, num_rows=num_rows)
+        """Compute ``residual + scale * mlp(norm(x))``; rows from ``num_rows`` on are undefined."""
+        x, norm = block_input(x, norm, self.residual_axis)
+        activation = PLAIN_ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
+        inner = activation(self.up(x, norm=norm, num_rows=num_rows))
+        return self.down(inner, residual=residual, scale=scale, num_rows=num_rows)

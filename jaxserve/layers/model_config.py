@@ -4,7 +4,7 @@ import dataclasses
 from abc import ABC
 from typing import Literal
 
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,8 @@ class RopeConfig:
         high_freq_factor: Llama 3: wavelengths shorter than original/high are kept.
         short_factor: Longrope: divisors of each frequency up to the original length.
         long_factor: Longrope: divisors beyond the original length.
+        rotated_share: Proportional: share of the features that rotate; the frequencies of the others are zero.
+        is_reversed: Whether features rotate the other way (nanochat).
     """
 
     kind: RopeKind = "default"
@@ -46,6 +48,8 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    rotated_share: float = 1.0
+    is_reversed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +69,9 @@ class ModelConfig(ABC):
         tie_embeddings: Whether the head is the embedding.
         has_head: Whether the model computes logits; without a head it only embeds, and its head is the embedding.
         dtype: Element type that the checkpoint declares.
+        multimodal: Class of the multimodal checkpoint that this is the language model of; None for a language model.
+        may_share_head: Whether a checkpoint without a tensor of the head shares that of the embedding, although
+            ``tie_embeddings`` is false, because its config does not say.
     """
 
     architecture: str
@@ -79,3 +86,10 @@ class ModelConfig(ABC):
     tie_embeddings: bool = False
     has_head: bool = True
     dtype: str = "float32"
+    multimodal: str | None = None
+    may_share_head: bool = False
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers have experts."""
+        return False

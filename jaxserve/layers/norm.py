@@ -22,6 +22,8 @@ class RMSNorm(nnx.Module):
         unit: Features that stay together when devices share them, such as a head's; None if each device has all
             features.
         offset: Added to the weight (Gemma: 1).
+        has_weight: Whether there is a weight; it is 1 otherwise.
+        tensor: Name of the weight.
     """
 
     def __init__(
@@ -33,17 +35,21 @@ class RMSNorm(nnx.Module):
         axis: str = "embed",
         unit: int | None = None,
         offset: float = 0.0,
+        has_weight: bool = True,
+        tensor: str = "weight",
     ):
         if unit is None:
-            recipe = whole(scope.at("weight").module, (features,))
+            recipe = whole(scope.at(tensor).module, (features,))
         else:
-            recipe = stack_rows(scope, [Rows("", features, unit)], "weight")
-        self.weight = vector(recipe, axis, scope, fill=1.0 - offset)
-        self.eps, self.offset = eps, offset
+            recipe = stack_rows(scope, [Rows("", features, unit)], tensor)
+        self.weight = vector(recipe, axis, scope, fill=1.0 - offset) if has_weight else None
+        self.eps, self.offset, self.features, self.dtype = eps, offset, features, scope.policy.weights
 
     @property
     def gain(self) -> Float[Array, " D"]:
         """The factor of each feature: as stored, or in float32 where an offset is added."""
+        if self.weight is None:
+            return jnp.ones(self.features, self.dtype)
         weight = self.weight[...]
         return weight if self.offset == 0.0 else weight.astype(jnp.float32) + self.offset
 
@@ -63,18 +69,20 @@ class LayerNorm(nnx.Module):
         features: Number of features.
         eps: Added to the variance.
         scope: Scope of the module.
+        has_bias: Whether there is a bias.
     """
 
-    def __init__(self, features: int, *, eps: float, scope: Scope):
+    def __init__(self, features: int, *, eps: float, scope: Scope, has_bias: bool = True):
         self.weight = vector(whole(scope.at("weight").module, (features,)), "embed", scope, fill=1.0)
-        self.bias = vector(whole(scope.at("bias").module, (features,)), "embed", scope)
+        self.bias = vector(whole(scope.at("bias").module, (features,)), "embed", scope) if has_bias else None
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, -1, keepdims=True)
         normed = centred * lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + self.eps)
-        return (normed * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+        scaled = normed * self.weight[...].astype(jnp.float32)
+        return (scaled if self.bias is None else scaled + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 
 def split_mean_squares(

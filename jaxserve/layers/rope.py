@@ -28,7 +28,7 @@ def rope_cos_sin(
     """
     angles = positions.astype(jnp.float32)[:, None] * _frequencies(config, lengths)
     factor = np.float32(attention_factor(config))
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    return jnp.cos(angles) * factor, jnp.sin(-angles if config.is_reversed else angles) * factor
 
 
 def attention_factor(config: RopeConfig) -> float:
@@ -72,6 +72,9 @@ def _constant_frequencies(config: RopeConfig) -> np.ndarray:
     plain = 1.0 / _wavelength_powers(config)
     if config.kind == "linear":
         return plain / np.float32(config.factor)
+    if config.kind == "proportional":
+        num_rotated = int(config.rotated_share * config.rotary_dim // 2)
+        return np.where(np.arange(len(plain)) < num_rotated, plain / np.float32(config.factor), np.float32(0.0))
     if config.kind == "llama3":
         return _llama3_frequencies(config, plain)
     if config.kind == "yarn":

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from checkpoints import whole
+from checkpoints import Piece, TensorRecipe, whole
 from jaxserve.layers.expert_dispatch import exchange_rows, gather_rows
 from jaxserve.layers.expert_load import count_each
 from jaxserve.layers.linear import ColumnParallelLinear, add_branch
@@ -46,6 +46,8 @@ class ExpertNames(NamedTuple):
         is_transposed: Whether the projections' weights are ``[in, out]``.
         is_interleaved: Whether the one module of gate and up has a row of gate, one of up, and so on.
         biases: Tensors [experts, out] of the biases of ``gate_up`` and ``down``; None for none.
+        correction: Tensor of the bias for the choice; None: the router's ``e_score_correction_bias``.
+        is_correction_row: Whether that tensor has shape [1, experts].
     """
 
     gate_up: tuple[str, ...] = ("experts.{}.gate_proj", "experts.{}.up_proj")
@@ -55,6 +57,8 @@ class ExpertNames(NamedTuple):
     is_transposed: bool = False
     is_interleaved: bool = False
     biases: tuple[str, str] | None = None
+    correction: str | None = None
+    is_correction_row: bool = False
 
 
 DEFAULT_NAMES: Final = ExpertNames()
@@ -75,6 +79,14 @@ class ClampedSwiGLU:
     def __call__(self, gate: Float[Array, "T F"], up: Float[Array, "T F"]) -> Float[Array, "T F"]:
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class GeluGLU:
+    """``gelu(gate) * up``, with the approximation by tanh (Gemma 4)."""
+
+    def __call__(self, gate: Float[Array, "T F"], up: Float[Array, "T F"]) -> Float[Array, "T F"]:
+        return jax.nn.gelu(gate, approximate=True) * up
 
 
 class SharedExpert(nnx.Module):
@@ -109,9 +121,12 @@ class SparseMLP(nnx.Module):
         scope: Scope of the module.
         names: Names in checkpoints.
         shared: The shared expert, if there is one.
-        activation: Activation of experts with biases, whose gate and up are interleaved; None: ``silu(gate) * up``, of
-            experts without biases.
+        activation: Activation of the experts; None: ``silu(gate) * up``, without biases. If gate and up are
+            interleaved, the experts have biases.
         router_bias: Whether the router has a bias.
+        router_norm: Norm of the router's input, which is then not that of the experts; None: both are the same.
+        router_scale: Factor of the router's logits.
+        expert_scales: Tensor with a factor of the weight of each expert; None for none.
     """
 
     def __init__(
@@ -123,8 +138,11 @@ class SparseMLP(nnx.Module):
         scope: Scope,
         names: ExpertNames = DEFAULT_NAMES,
         shared: SharedExpert | None = None,
-        activation: ClampedSwiGLU | None = None,
+        activation: ClampedSwiGLU | GeluGLU | None = None,
         router_bias: bool = False,
+        router_norm: RMSNorm | None = None,
+        router_scale: float = 1.0,
+        expert_scales: str | None = None,
     ):
         parallel, policy, count = scope.parallel, scope.policy, routing.num_experts
         self.tile = ROW_TILE if policy.linear == policy.grouped == "native" else None
@@ -138,8 +156,7 @@ class SparseMLP(nnx.Module):
         self.splits = _splits(ffn_size, count, parallel)
         self.num_local = count // parallel.parts(self.experts_axis)
         self.router = replicated_linear(hidden_size, names.router, count, scope, bias=router_bias)
-        bias = whole(scope.at(names.router).at("e_score_correction_bias").module, (count,))
-        self.correction = vector(bias, "embed", scope, dtype="float32") if routing.is_corrected else None
+        self.correction = _correction(names, count, scope) if routing.is_corrected else None
         parts = parallel.parts(parallel.expert_ffn)
         build = partial(expert_weights, num_experts=count, experts_per_token=routing.experts_per_token)
         self.gate_up = build(
@@ -162,8 +179,13 @@ class SparseMLP(nnx.Module):
             (1, parts),
             scope,
         )
-        assert (activation is not None) == (names.biases is not None) == names.is_interleaved
-        self.activation = activation
+        assert (names.biases is not None) == names.is_interleaved and (
+            activation is not None or not names.is_interleaved
+        )
+        self.activation, self.is_interleaved = activation, names.is_interleaved
+        self.router_norm, self.router_scale = router_norm, router_scale
+        scales = whole(scope.at(expert_scales or "").module, (count,))
+        self.expert_scales = None if expert_scales is None else vector(scales, "embed", scope)
         gate_up_bias, down_bias = names.biases or (None, None)
         self.gate_up_bias = _expert_bias(gate_up_bias, count, 2 * ffn_size, "expert_ffn", scope)
         self.down_bias = _expert_bias(down_bias, count, hidden_size, "embed", scope)
@@ -190,7 +212,10 @@ class SparseMLP(nnx.Module):
         num_rows: Int[Array, ""] | None = None,
     ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"]]:
         """Compute the same, and the indices of each token's experts."""
-        x, norm = block_input(x, norm, self.residual_axis)
+        if self.router_norm is None:
+            x, norm = block_input(x, norm, self.residual_axis)
+        else:
+            x, _ = block_input(x, None, self.residual_axis)
         tile, choose = self._tile(x), partial(self._choose, norm)
         x, weights, experts = map_rows(choose, (x,), len(x) if num_rows is None else num_rows, tile)
         if self.dispatch == "all_reduce":
@@ -210,9 +235,15 @@ class SparseMLP(nnx.Module):
         self, norm: RMSNorm | None, x: Float[Array, "T D"]
     ) -> tuple[Float[Array, "T D"], Float[Array, "T k"], Int[Array, "T k"]]:
         """Normalize; return that, and the weights and indices of each token's experts."""
+        routed = x if self.router_norm is None else self.router_norm(x)
         x = x if norm is None else norm(x)
+        logits = self.router.in_float32(x if self.router_norm is None else routed)
+        logits = logits if self.router_scale == 1.0 else logits * self.router_scale
         correction = None if self.correction is None else self.correction[...]
-        return x, *self.routing(self.router.in_float32(x), correction)
+        weights, experts = self.routing(logits, correction)
+        if self.expert_scales is not None:
+            weights = weights * self.expert_scales[...].astype(jnp.float32)[experts]
+        return x, weights, experts
 
     @property
     def _summed_axes(self) -> tuple[str, ...]:
@@ -275,19 +306,23 @@ class SparseMLP(nnx.Module):
         gated = grouped_matmul(self.gate_up, x, group_sizes)
         if self.activation is None:
             return grouped_matmul(self.down, gated, group_sizes)
-        assert self.down_bias is not None
         activated = map_rows(self._activated, (gated, experts), group_sizes.sum(), self._tile(x))
         outputs = grouped_matmul(self.down, activated, group_sizes).astype(jnp.float32)
+        if self.down_bias is None:
+            return outputs
         bias = self.down_bias[...][experts].astype(jnp.float32)
         if self.ffn_axis is not None:  # the devices that share an expert add their parts
             bias = jnp.where(axis_index(self.ffn_axis) == 0, bias, 0)
         return outputs + bias
 
     def _activated(self, gated: Float[Array, "rows F2"], experts: Int[Array, " rows"]) -> Float[Array, "rows F"]:
-        """Add the bias of each row's expert to interleaved gate and up, and apply the activation, in float32."""
-        assert self.activation is not None and self.gate_up_bias is not None
-        wide = gated.astype(jnp.float32) + self.gate_up_bias[...][experts].astype(jnp.float32)
-        return self.activation(wide[:, ::2], wide[:, 1::2])
+        """Add the bias of each row's expert to gate and up, if there is one, and apply the activation, in float32."""
+        assert self.activation is not None
+        wide = gated.astype(jnp.float32)
+        if self.gate_up_bias is not None:
+            wide += self.gate_up_bias[...][experts].astype(jnp.float32)
+        gate, up = (wide[:, ::2], wide[:, 1::2]) if self.is_interleaved else jnp.split(wide, 2, axis=1)
+        return self.activation(gate, up)
 
 
 def _weighted_sum(
@@ -320,6 +355,15 @@ def replicated_linear(
         bias=bias,
         scope=scope.unsplit(),
     )
+
+
+def _correction(names: ExpertNames, count: int, scope: Scope) -> nnx.Param[Any]:
+    """Return the bias for the choice of experts, in float32."""
+    name = scope.at(names.correction or f"{names.router}.e_score_correction_bias").module
+    recipe = whole(name, (count,))
+    if names.is_correction_row:
+        recipe = TensorRecipe((count,), (Piece(name, (0, 0), (0,), (count,)),), ((name, (1, count)),))
+    return vector(recipe, "embed", scope, dtype="float32")
 
 
 def _expert_bias(name: str | None, num_experts: int, width: int, axis: str, scope: Scope) -> nnx.Param[Any] | None:

@@ -34,15 +34,19 @@ class LogicalParam(NamedTuple):
         struct: Shape, dtype and sharding.
         arrays: Paths of the arrays that store it.
         stored: How a storage method stores it; None: unchanged.
+        order: Indices of the rows of each device's part in the order in which it stores them; None: as they are.
     """
 
     recipe: TensorRecipe
     struct: jax.ShapeDtypeStruct
     arrays: tuple[str, ...]
     stored: Weight | None
+    order: tuple[int, ...] | None = None
 
     def fill(self, part: np.ndarray) -> list[np.ndarray]:
         """Convert one device's part of the parameter to its part of each array."""
+        if self.order is not None:
+            part = part[np.array(self.order)]
         if self.stored is None:
             return [part]
         filled = load_method(self.stored.method).fill(self.stored, part)
@@ -52,10 +56,11 @@ class LogicalParam(NamedTuple):
         """Convert one device's part of each array back to its part of the parameter; may return the same memory."""
         if self.stored is None:
             (part,) = parts
-            return part
-        method = load_method(self.stored.method)
-        names = sorted(method.arrays(self.stored))
-        return method.restore(self.stored, dict(zip(names, parts, strict=True)))
+        else:
+            method = load_method(self.stored.method)
+            names = sorted(method.arrays(self.stored))
+            part = method.restore(self.stored, dict(zip(names, parts, strict=True)))
+        return part if self.order is None else part[np.argsort(self.order)]
 
 
 class AbstractModel(NamedTuple):
@@ -115,18 +120,20 @@ class AbstractModel(NamedTuple):
 def _names(whole: CausalLM, logical: Mapping[str, LogicalParam]) -> tuple[Mapping[str, str], ...]:
     """Return the names that tensors have in each form of checkpoints, where they differ from the recipes'.
 
-    A checkpoint saved without the head leaves the prefix out, and one whose head is the embedding may have the shared
-    tensor under the head's name.
+    A checkpoint whose head is the embedding may have the shared tensor under the head's name.
     """
-    prefix = whole.optional_prefix
     sources = [name for param in logical.values() for name, _ in param.recipe.sources]
-    short = {name: name.removeprefix(prefix) for name in sources if prefix and name.startswith(prefix)}
-    forms: list[dict[str, str]] = [{}, short]
+    named = {source: whole.names_of(source) for source in sources}
+    num_forms = len(whole.names_of(""))
+    forms = [
+        {source: names[form] for source, names in named.items() if names[form] != source} for form in range(num_forms)
+    ]
     if whole.head is None and whole.config.has_head:
         assert whole.embed is not None
         recipe: TensorRecipe = whole.embed.weight.get_metadata()["recipe"]
         ((embedding, _),) = recipe.sources
-        forms += [{**form, embedding: head} for head in whole.head_names for form in forms[:2]]
+        heads = [whole.names_of(head) for head in whole.head_names]
+        forms += [{**forms[index], embedding: names[index]} for names in heads for index in range(num_forms)]
     return tuple(forms)
 
 
@@ -160,6 +167,8 @@ def abstract_model(
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Variable):
             variable.del_metadata("recipe")  # equal layers are traced once, so nothing in them may differ
+            if variable.has_metadata("order"):
+                variable.del_metadata("order")
     graphdef, state = nnx.split(module)
     return AbstractModel(
         graphdef,
@@ -216,7 +225,7 @@ def _logical(variable: nnx.Variable[Any], arrays: tuple[str, ...], sharding: Sha
     recipe: TensorRecipe = metadata["recipe"]
     dtype = np.dtype(variable.get_value().dtype if weight is None else weight.dtype)
     struct = jax.ShapeDtypeStruct(recipe.shape, dtype, sharding=sharding(metadata["axes"]))
-    return LogicalParam(recipe, struct, arrays, weight)
+    return LogicalParam(recipe, struct, arrays, weight, metadata.get("order"))
 
 
 def _width(layer: nnx.Module, parallel: Parallel) -> int:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, choose_attention
 from jaxserve.layers.decoder import DecoderLayer, LayerOutput
-from jaxserve.layers.embedding import PositionEmbedding, VocabEmbedding
+from jaxserve.layers.embedding import PerLayerEmbedding, PositionEmbedding, VocabEmbedding
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.norm import LayerNorm, RMSNorm
@@ -93,6 +93,8 @@ class CausalLM(nnx.Module):
         logits_divisor: Divisor of the logits.
         logits_soft_cap: Logits become cap * tanh(logit / cap); None for no cap.
         ropes: Rotary embeddings, which layers refer to by index; None for the config's, if it has one.
+        embed_norm: Norm of the embeddings; None for none.
+        per_layer: Embeddings of each token for each layer; None for none.
         position_embed: Learned vectors of positions, added to the embeddings; None for none.
         optional_prefix: Prefix of tensors' names that checkpoints saved without the head leave out.
         head_names: Names that the head's tensor has in checkpoints, also if the head is the embedding: they may have
@@ -112,6 +114,8 @@ class CausalLM(nnx.Module):
         logits_divisor: float = 1.0,
         logits_soft_cap: float | None = None,
         ropes: tuple[RopeConfig, ...] | None = None,
+        embed_norm: RMSNorm | None = None,
+        per_layer: PerLayerEmbedding | None = None,
         position_embed: PositionEmbedding | None = None,
         optional_prefix: str = "model.",
         head_names: tuple[str, ...] = ("lm_head.weight",),
@@ -123,26 +127,41 @@ class CausalLM(nnx.Module):
         self.head = head
         unused = () if head is not None else tuple(map(re.escape, head_names))
         self.ignored, self.optional_prefix = (*ignored, *unused), optional_prefix
-        self.head_names = head_names
+        self.head_names, self.prefixes = head_names, tuple[tuple[str, str], ...]()
         self.embedding_multiplier, self.logits_divisor = embedding_multiplier, logits_divisor
         self.logits_soft_cap = logits_soft_cap
         own = () if config.rope is None else (config.rope,)
         self.ropes = own if ropes is None else ropes
-        self.position_embed = position_embed
+        self.position_embed, self.embed_norm, self.per_layer = position_embed, embed_norm, per_layer
+        self.first_layer = 0
         self.residual_axis = embed.residual_axis
 
     def keep_stage(self, stage: StageLayers) -> None:
         """Drop all modules that are not part of a pipeline stage.
 
-        A head that uses the embedding keeps a copy of it, so that the first and the last stage have one each.
+        A head that uses the embedding keeps a copy of it, so that the first and the last stage have one each. Where
+        each layer has embeddings of its own, which depend on the token's, all stages keep all.
         """
         self.layers = nnx.List[Any]([*self.layers][stage.first : stage.stop])
+        self.first_layer = stage.first
         if not stage.is_last:
             self.norm = self.head = None
         if not stage.is_first:
-            self.position_embed = None
-            if self.head is not None or not stage.is_last:
+            self.position_embed = self.embed_norm = None
+            if self.per_layer is None and (self.head is not None or not stage.is_last):
                 self.embed = None
+
+    def names_of(self, tensor: str) -> tuple[str, ...]:
+        """Return the names that a tensor has in each form of checkpoints, its own first.
+
+        A checkpoint that was saved without the head leaves ``optional_prefix`` out. One of a multimodal class has
+        another prefix in its place, and may have one before the head's name; see ``text_half.PREFIXES``.
+        """
+        prefix = self.optional_prefix
+        if prefix and tensor.startswith(prefix):
+            rest = tensor.removeprefix(prefix)
+            return (tensor, rest, *(inner + rest for inner, _ in self.prefixes))
+        return (tensor, tensor, *(head + tensor for _, head in self.prefixes))
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -192,11 +211,19 @@ class CausalLM(nnx.Module):
         num_tokens, positions, lengths = batch.attention[0].query_lens.sum(), batch.positions, batch.lengths
         if settings.row_tile is not None:  # devices that share experts run the same number of tiles
             num_tokens = all_max(num_tokens, settings.rows_axis)
-        if x is None:
+        per_layer = None
+        if self.per_layer is not None:
+            embed = self._embed_each_layer
+            embedded, rotations, per_layer = map_rows(
+                embed, (batch.tokens, positions, lengths), num_tokens, settings.row_tile
+            )
+            x = embedded if x is None else x
+        elif x is None:
             x, rotations = map_rows(self._embed, (batch.tokens, positions, lengths), num_tokens, settings.row_tile)
         else:
             rotations = map_rows(self._rotations, (positions, lengths), num_tokens, settings.row_tile)
-        return x, tuple(AttentionInputs(table, num_tokens, rotations) for table in batch.attention)
+        shared = (AttentionInputs(table, num_tokens, positions, rotations, per_layer) for table in batch.attention)
+        return x, tuple(shared)
 
     def through(
         self,
@@ -219,6 +246,8 @@ class CausalLM(nnx.Module):
         for index in range(len(self.layers)):
             pool, table, first_page = settings.layer_indices[index] if settings.layer_indices else KVIndices(index, 0)
             own = inputs[table]._replace(batch=inputs[table].batch._replace(first_page=jnp.int32(first_page)))
+            if own.layer_input is not None:
+                own = own._replace(layer_input=own.layer_input[:, self.first_layer + index])
             layer = nnx.split(self.layers[index])
             x, written[pool], counts = _run_layer(*layer, x, written[pool], own, settings)
             if counts is not None:
@@ -253,9 +282,19 @@ class CausalLM(nnx.Module):
         x = self.embed(tokens)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
         if self.position_embed is not None:
             x = x + self.position_embed(positions)
         return x, self._rotations(positions, lengths)
+
+    def _embed_each_layer(
+        self, tokens: Int[Array, " T"], positions: Int[Array, " T"], lengths: Int[Array, " T"]
+    ) -> tuple[Float[Array, "rows D"], tuple[Rotation, ...], Float[Array, "rows L P"]]:
+        """Compute the same, and the embeddings of each layer."""
+        assert self.per_layer is not None
+        x, rotations = self._embed(tokens, positions, lengths)
+        return x, rotations, self.per_layer(tokens, x)
 
     def _rotations(self, positions: Int[Array, " T"], lengths: Int[Array, " T"]) -> tuple[Rotation, ...]:
         """Compute the cosines and sines of each rotary embedding."""
@@ -286,7 +325,8 @@ class CausalLM(nnx.Module):
             arrays = kernel.pool_specs(num_pages, _NOTEBOOK_PAGE_SIZE, spec.num_kv_heads, spec.head_dim)
             pools.append(cast(Pools, tuple(jnp.zeros(array.shape, spec.dtype) for array in arrays)))
         positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), num_rows)
-        settings = AttentionSettings(kernel, _NOTEBOOK_PAGE_SIZE, decode_only=False)
+        indices = tuple(KVIndices(spec.home(layer), 0) for layer, spec in enumerate(self.kv_specs))
+        settings = AttentionSettings(kernel, _NOTEBOOK_PAGE_SIZE, decode_only=False, layer_indices=indices)
         flat = jnp.asarray(tokens, jnp.int32).reshape(-1)
         batch = TokenBatch(flat, positions, jnp.full_like(positions, length), (attention,))
         hidden = self.hidden(batch, pools, settings)

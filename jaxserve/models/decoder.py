@@ -8,9 +8,9 @@ from jaxserve.layers.attention import Attention
 from jaxserve.layers.decoder import DecoderLayer, PreNormLayer
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.grouped_query_attention import GroupedQueryAttention, QkNorm
-from jaxserve.layers.mlp import GatedMLP
+from jaxserve.layers.mlp import GatedMLP, PlainMLP
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
-from jaxserve.layers.norm import RMSNorm
+from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.sparse_mlp import SparseMLP
 from jaxserve.models.causal_lm import CausalLM
@@ -60,6 +60,7 @@ def build_decoder(
     scope: Scope,
     layer: LayerBuilder | None = None,
     *,
+    norm: RMSNorm | LayerNorm | None = None,
     ignored: tuple[str, ...] = (),
     **options: Any,
 ) -> CausalLM:
@@ -69,6 +70,7 @@ def build_decoder(
         config: The model.
         scope: Scope of the model.
         layer: Builds each layer; None: ``build_layer``.
+        norm: Norm before the head; None: ``build_norm``.
         ignored: Regular expressions of further tensors to ignore; see ``CausalLM``.
         options: Options of ``CausalLM``.
     """
@@ -78,7 +80,7 @@ def build_decoder(
         config,
         embed=VocabEmbedding(*sizes, scope=inner.at("embed_tokens")),
         layers=[layer(config, index, inner.at(f"layers.{index}")) for index in range(config.num_layers)],
-        norm=build_norm(config, inner.at("norm")),
+        norm=build_norm(config, inner.at("norm")) if norm is None else norm,
         head=None if config.tie_embeddings else VocabEmbedding(*sizes, scope=scope.at("lm_head")),
         ignored=(r"(.*\.)?rotary_emb\.inv_freq", *ignored),
         **options,
@@ -95,19 +97,20 @@ def build_layer(
     qk_norm: QkNorm = "none",
     scale: float | None = None,
     residual_multiplier: float = 1.0,
-    mlp: GatedMLP | SparseMLP | None = None,
+    mlp: GatedMLP | PlainMLP | SparseMLP | None = None,
     attention: Attention | None = None,
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
 ) -> PreNormLayer:
     """Build a Llama layer; the options are those of ``GroupedQueryAttention``, ``GatedMLP`` and ``PreNormLayer``.
 
-    ``mlp`` replaces the dense MLP, ``attention`` the grouped-query attention.
+    ``mlp`` replaces the dense MLP, ``attention`` the grouped-query attention, ``norms`` the modules of both norms.
     """
     if attention is None:
         attention = build_attention(config, index, scope.at("self_attn"), qkv=qkv, qk_norm=qk_norm, scale=scale)
     return PreNormLayer(
-        build_norm(config, scope.at("input_layernorm")),
+        build_norm(config, scope.at(norms[0])),
         attention,
-        build_norm(config, scope.at("post_attention_layernorm")),
+        build_norm(config, scope.at(norms[1])),
         build_mlp(config, scope.at("mlp"), gate_up) if mlp is None else mlp,
         residual_multiplier=residual_multiplier,
     )
@@ -137,6 +140,12 @@ def build_mlp(config: DecoderConfig, scope: Scope, gate_up: Sequence[str] = ("ga
     """Build the MLP of a layer."""
     sizes = (config.hidden_size, config.ffn_size)
     return GatedMLP(*sizes, activation=config.activation, bias=config.mlp_bias, scope=scope, gate_up=gate_up)
+
+
+def extra_layers(first: int, count: int) -> tuple[str, ...]:
+    """Return regular expressions of the tensors of layers for multi-token prediction, which are not loaded."""
+    numbers = "|".join(map(str, range(first, first + count)))
+    return (rf"(model\.)?layers\.({numbers})\..*",) if count else ()
 
 
 def build_norm(config: DecoderConfig, scope: Scope) -> RMSNorm:

@@ -11,7 +11,7 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.layers.rope import yarn_mscale
 from jaxserve.layers.routing import Routing
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.decoder import build_decoder
+from jaxserve.models.decoder import build_decoder, extra_layers
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder
 from jaxserve.models.sparse_decoder import SparseConfig, build_sparse_layer, read_routing
@@ -31,7 +31,6 @@ class DeepseekConfig(SparseConfig):
         value_dim: Features of a head's value.
         attention_scale: Factor of query-key scores.
         is_interleaved: Whether neighbouring features rotate in pairs.
-        num_extra_layers: Layers for multi-token prediction at the end of checkpoints, which are not loaded.
     """
 
     query_rank: int | None
@@ -40,7 +39,6 @@ class DeepseekConfig(SparseConfig):
     value_dim: int
     attention_scale: float
     is_interleaved: bool
-    num_extra_layers: int
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DeepseekConfig:
@@ -133,8 +131,7 @@ def read_groups(fields: ConfigFields, routing: Routing, absent: tuple[int, int])
 
 def build(config: DeepseekConfig, scope: Scope) -> CausalLM:
     """Return the module."""
-    extra = range(config.num_layers, config.num_layers + config.num_extra_layers)
-    ignored = (rf"(model\.)?layers\.({'|'.join(map(str, extra))})\..*",) if extra else ()
+    ignored = extra_layers(config.num_layers, config.num_extra_layers)
     return build_decoder(config, scope, _build_layer, ignored=ignored)
 
 

@@ -1,6 +1,7 @@
 """DeepSeek-V3 and R1, and Kimi-K2 (arXiv:2412.19437): V2 with sigmoid routing that a bias balances."""
 
 import dataclasses
+from functools import partial
 from typing import Final
 
 from jaxserve.layers.parallel import Scope
@@ -22,27 +23,38 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DeepseekConfig:
         fields,
         architecture,
         _DEFAULTS,
-        _read_routing,
+        partial(read_corrected_routing, experts=256, per_token=8, scale=2.5, groups=(8, 4)),
         dense_layers=3,
         is_interleaved=fields.flag("rope_interleave", True),
         num_extra_layers=fields.integer("num_nextn_predict_layers", 1, minimum=0),
     )
 
 
-def _read_routing(fields: ConfigFields) -> Routing:
-    """Read the routing of V3: a sigmoid; groups are rated by their two best experts."""
+def read_corrected_routing(
+    fields: ConfigFields, *, experts: int, per_token: int, scale: float, groups: tuple[int, int]
+) -> Routing:
+    """Read the routing of V3: a sigmoid, which a bias corrects; groups are rated by their two best experts.
+
+    Args:
+        fields: Fields of config.json.
+        experts: ``n_routed_experts`` if that is missing.
+        per_token: ``num_experts_per_tok``.
+        scale: ``routed_scaling_factor``.
+        groups: ``n_group`` and ``topk_group``.
+    """
     for field, expected in _NEUTRAL.items():
         if fields.text(field, expected) != expected:
             fields.note(field, f"expected {expected}, got {fields.text(field, expected)!r}")
-    base = read_routing(fields, "n_routed_experts", 256, 8, is_normalized=fields.flag("norm_topk_prob", True))
+    normalized = fields.flag("norm_topk_prob", True)
+    base = read_routing(fields, "n_routed_experts", experts, per_token, is_normalized=normalized)
     routing = dataclasses.replace(
         base,
         scoring="sigmoid",
         experts_per_group_score=2,
-        scale=fields.number("routed_scaling_factor", 2.5),
+        scale=fields.number("routed_scaling_factor", scale),
         is_corrected=True,
     )
-    return read_groups(fields, routing, (8, 4))
+    return read_groups(fields, routing, groups)
 
 
 def build(config: DeepseekConfig, scope: Scope) -> CausalLM:

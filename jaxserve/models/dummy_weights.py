@@ -6,13 +6,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from checkpoints import Index, Listing, TensorInfo, index_bounds
-from checkpoints.reader import ClosingReader
+from checkpoints.reader import BaseReader
 
 _PERIOD = 65521  # a prime, so that rows of any length begin at different numbers
 _SCALE = 1e-3
 
 
-class DummyReader(ClosingReader):
+class DummyReader(BaseReader):
     """A checkpoint of random numbers from -0.001 to 0.001, the same for the same name, shape and position.
 
     Args:

@@ -15,17 +15,13 @@ from jaxserve.models import gemma
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp, build_norm
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, Windows, read_decoder, read_windows
-
-
-def sliding_windows(fields: ConfigFields, num_layers: int, pattern: int = 2) -> Windows:
-    """Read the windows of every layer but each ``pattern``-th, unless ``layer_types`` says otherwise."""
-    window = fields.nullable_integer("sliding_window", 4096)
-    return read_windows(fields, window, [window is not None and (i + 1) % pattern != 0 for i in range(num_layers)])
-
+from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_repeated_windows
 
 _DEFAULTS: Final = dataclasses.replace(
-    gemma.DEFAULTS, num_kv_heads=4, activation_field="hidden_activation", windows=sliding_windows
+    gemma.DEFAULTS,
+    num_kv_heads=4,
+    activation_field="hidden_activation",
+    windows=partial(read_repeated_windows, pattern=2),
 )
 
 

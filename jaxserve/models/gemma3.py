@@ -8,12 +8,12 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.models import gemma, gemma2
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import Windows
+from jaxserve.models.hf_decoder import Windows, read_repeated_windows
 from jaxserve.models.hf_rope import RopeDefaults, read_rope
 
 
 def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
-    return gemma2.sliding_windows(fields, num_layers, fields.integer("sliding_window_pattern", 6))
+    return read_repeated_windows(fields, num_layers, fields.integer("sliding_window_pattern", 6))
 
 
 _DEFAULTS: Final = dataclasses.replace(

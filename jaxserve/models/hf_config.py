@@ -94,6 +94,10 @@ class ConfigFields:
         given = {name: value for name, value in self.raw.items() if value is not None}
         return ConfigFields({**self.raw, **values, **given}, self.path, self._prefix, self._problems)
 
+    def replaced(self, values: Mapping[str, Any]) -> "ConfigFields":
+        """Return the same fields, with other values for some; problems are shared."""
+        return ConfigFields({**self.raw, **values}, self.path, self._prefix, self._problems)
+
     def nested(self, field: str) -> "ConfigFields":
         """Return the object in a field, or an empty one; its problems are recorded in this object's list."""
         value = self.raw.get(field)

@@ -55,6 +55,7 @@ class FamilyDefaults:
         mlp_bias: Whether the MLP has biases; None: it never has.
         norm_offset: Added to the weight of every RMSNorm.
         windows: Reads each layer's window, given the number of layers.
+        sizes: Values of further fields; see ``class_sizes``.
     """
 
     num_kv_heads: int | None = None
@@ -70,6 +71,19 @@ class FamilyDefaults:
     mlp_bias: bool | None = None
     norm_offset: float = 0.0
     windows: Callable[[ConfigFields, int], Windows] = same_windows
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+
+
+def class_sizes(vocab: int, hidden: int, ffn: int, layers: int, heads: int, positions: int) -> dict[str, int]:
+    """Return the sizes of a class in transformers, which its checkpoints' config.json may leave out."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": positions,
+    }
 
 
 def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaults) -> DecoderConfig:
@@ -77,6 +91,7 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
 
     Problems are recorded in ``fields``: the result is usable only after ``fields.raise_problems()``.
     """
+    fields = fields.with_defaults(defaults.sizes)
     hidden_size = fields.integer("hidden_size")
     num_layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads")
@@ -132,6 +147,12 @@ def read_late_windows(fields: ConfigFields, num_layers: int) -> Windows:
     first = fields.integer("max_window_layers", 28, minimum=0)
     window = fields.nullable_integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
     return read_windows(fields, window, [window is not None and layer >= first for layer in range(num_layers)])
+
+
+def read_repeated_windows(fields: ConfigFields, num_layers: int, pattern: int) -> Windows:
+    """Read windows in every layer but each ``pattern``-th, unless ``layer_types`` says otherwise."""
+    window = fields.nullable_integer("sliding_window", 4096)
+    return read_windows(fields, window, [window is not None and (i + 1) % pattern != 0 for i in range(num_layers)])
 
 
 def read_one_window(fields: ConfigFields, num_layers: int, absent: int | None = None) -> Windows:

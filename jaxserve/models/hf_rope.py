@@ -53,7 +53,8 @@ def read_rope(fields: ConfigFields, head_dim: int, defaults: RopeDefaults) -> Ro
         scaling = scaling.nested(defaults.layer_type)
     kind = _read_rope_kind(scaling, defaults)
     max_positions = fields.integer("max_position_embeddings")
-    rotary_dim = int(head_dim * _read_partial_factor(fields, scaling, defaults))
+    share = _read_partial_factor(fields, scaling, defaults)
+    rotary_dim = head_dim if kind == "proportional" else int(head_dim * share)
     fewest = 4 if kind == "dynamic" else 2
     if rotary_dim % 2 or rotary_dim < fewest:
         fields.note("head_dim", f"expected an even number of rotated features, at least {fewest}, got {rotary_dim}")
@@ -67,6 +68,8 @@ def read_rope(fields: ConfigFields, head_dim: int, defaults: RopeDefaults) -> Ro
         rotary_dim=rotary_dim,
         max_positions=max_positions,
     )
+    if kind == "proportional":
+        return dataclasses.replace(rope, factor=scaling.number("factor", 1.0), rotated_share=share)
     if kind in ("linear", "dynamic"):
         return dataclasses.replace(rope, factor=scaling.number("factor"))
     if kind == "default":
@@ -110,13 +113,13 @@ def _read_long_rope(scaling: ConfigFields, rope: RopeConfig) -> RopeConfig:
 
 
 def _read_rope_kind(scaling: ConfigFields, defaults: RopeDefaults) -> RopeKind:
-    """Read ``rope_type``, formerly ``type``."""
+    """Read ``rope_type``, formerly ``type``; "mrope" rotates by three positions, which are equal in text."""
     per_layer_type = [name for name, value in scaling.raw.items() if isinstance(value, dict)]
     for name in per_layer_type:
         scaling.note(name, "expected one rotary embedding for all layers, got one for this type of layer")
     field = "rope_type" if scaling.is_given("rope_type") else "type"
     name = scaling.text(field, "default")
-    name = {"su": "longrope", **defaults.names}.get(name, name)
+    name = {"su": "longrope", "mrope": "default", **defaults.names}.get(name, name)
     for kind in _KINDS:
         if kind == name:
             return kind

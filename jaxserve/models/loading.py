@@ -13,6 +13,7 @@ from checkpoints import (
     CheckpointReader,
     Listings,
     Stored,
+    TensorRecipe,
     check_recipes,
     is_gguf,
     load_arrays,
@@ -23,6 +24,7 @@ from checkpoints import (
 from checkpoints.quantized.planes import Planes
 from checkpoints.quantized.reader import QuantizedReader, quantized_in
 from checkpoints.quantized.settings import is_openai_config
+from checkpoints.recipe_check import MAX_LISTED
 from jaxserve.api.config_checks import DTYPES
 from jaxserve.api.errors import ConfigError
 from jaxserve.demo import MODEL_DIRECTORY
@@ -37,6 +39,7 @@ from jaxserve.models.hf_config import check_quantized_with, read_config_json
 from jaxserve.models.openai_config import fields_of_openai
 from jaxserve.models.output_head import choose_head, model_listings
 from jaxserve.models.registry import config_from_hf
+from jaxserve.models.text_half import text_fields
 from pallas_kernels import dequantize_native
 from pallas_kernels.native_library import unavailable
 
@@ -94,7 +97,7 @@ def read_model_config(
     if quantization not in (None, "None"):  # on a command line
         check_quantized_with(quantization, directory)
     fields, source = read_model_fields(directory)
-    return config_from_hf({**fields, **(overrides or {})}, str(source))
+    return config_from_hf(text_fields(fields, overrides) if overrides else fields, str(source))
 
 
 def read_model_fields(directory: Path) -> tuple[dict[str, Any], Path]:
@@ -140,11 +143,27 @@ def check_weights(directory: Path, model: AbstractModel, load_format: str = "aut
         CheckpointError: Files or tensors are missing, damaged, unexpected or of the wrong shape.
     """
     with _open(directory, model, lambda: model.listings, load_format) as reader:
-        check_recipes(reader.tensors, model.recipes_for(reader.tensors), model.ignored)
+        recipes = model.recipes_for(reader.tensors)
+        check_recipes(reader.tensors, recipes, model.ignored)
+        _log_ignored(reader, recipes)
         quantized = quantized_in(reader)
         if quantized is not None:
             quantized.check()
             _log_quantization(quantized)
+
+
+def _log_ignored(reader: CheckpointReader, recipes: Mapping[str, TensorRecipe]) -> None:
+    """Say which tensors of a checkpoint are not the model's, such as those of a vision encoder."""
+    needed = {source for recipe in recipes.values() for source, _ in recipe.sources}
+    ignored = {name: info for name, info in reader.tensors.items() if name not in needed}
+    if ignored:
+        modules = sorted({".".join(name.split(".")[:2]) for name in ignored})
+        logger.info(
+            "%d tensors of the checkpoint (%.2f GiB) are not the language model's and are not loaded: %s",
+            len(ignored),
+            sum(info.num_bytes for info in ignored.values()) / (1 << 30),
+            ", ".join(modules[:MAX_LISTED]),
+        )
 
 
 def _log_quantization(reader: QuantizedReader) -> None:

@@ -1,6 +1,7 @@
 """OLMo-2: norms after each branch, and queries and keys normalized over all heads at once."""
 
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from jaxtyping import Array, Float, Int
 
@@ -21,10 +22,10 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:
     """Return the module, of its own layers."""
-    return build_decoder(config, scope, _build_layer)
+    return build_decoder(config, scope, partial(build_post_norm_layer, qk_norm="width"))
 
 
-class Olmo2Layer(RMSNormLayer):
+class PostNormLayer(RMSNormLayer):
     """Norms follow each branch."""
 
     @property
@@ -44,10 +45,11 @@ class Olmo2Layer(RMSNormLayer):
         return x + self.mlp_norm(self.mlp(x, num_rows=num_rows))
 
 
-def _build_layer(config: DecoderConfig, index: int, scope: Scope) -> Olmo2Layer:
-    return Olmo2Layer(
+def build_post_norm_layer(config: DecoderConfig, index: int, scope: Scope, **options: Any) -> PostNormLayer:
+    """Build a layer; ``options`` are those of ``GroupedQueryAttention``."""
+    return PostNormLayer(
         build_norm(config, scope.at("post_attention_layernorm")),
-        build_attention(config, index, scope.at("self_attn"), qk_norm="width"),
+        build_attention(config, index, scope.at("self_attn"), **options),
         build_norm(config, scope.at("post_feedforward_layernorm")),
         build_mlp(config, scope.at("mlp")),
     )

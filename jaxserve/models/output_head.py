@@ -18,7 +18,6 @@ from jaxserve.models.registry import without_head
 
 logger = logging.getLogger(__name__)
 
-_HEADS = frozenset({"lm_head.weight", "embed_out.weight"})
 _COMPARED_BYTES = 8 << 20
 
 
@@ -65,19 +64,22 @@ def model_listings(config: ModelConfig) -> Callable[[], Sequence[Listing]]:
 
 def _head_of(reader: CheckpointReader, config: ModelConfig) -> ModelConfig:
     """Return the model with the head that a checkpoint has."""
-    has_head = not _HEADS.isdisjoint(reader.tensors)
-    if has_head is not config.tie_embeddings:
-        return config
     module = outline(config, Scope())
+    heads = [name for head in module.head_names for name in module.names_of(head) if name in reader.tensors]
+    if bool(heads) is not config.tie_embeddings:
+        return config
     assert module.embed is not None
     ((embedding, _),) = module.embed.weight.get_metadata()["recipe"].sources
+    forms = module.names_of(embedding)
+    names = [name for name in forms if name in reader.tensors]
     if not config.tie_embeddings:
-        if any(name.startswith(module.optional_prefix) for name in reader.tensors):
+        if config.may_share_head:
+            return dataclasses.replace(config, tie_embeddings=True)
+        is_with_prefix = any(name.startswith(module.optional_prefix) for name in reader.tensors)
+        if is_with_prefix or not {*names} <= {forms[1], forms[-1]}:
             return config
         logger.info("The checkpoint was saved without an output head: the engine computes embeddings only")
         return without_head(config)
-    names = [name for name in (embedding, embedding.removeprefix(module.optional_prefix)) if name in reader.tensors]
-    heads = [name for name in module.head_names if name in reader.tensors]
     if not (names and heads) or _are_equal(reader, names[0], heads[0]):
         return config
     logger.warning(

@@ -24,7 +24,7 @@ _DEFAULTS: Final = FamilyDefaults(
 def config_from_hf(fields: ConfigFields, architecture: str) -> SparseConfig:
     """Read a config of Qwen3MoeForCausalLM: ``attention_bias`` is of all four projections, a window of all layers."""
     base = read_decoder(fields, architecture, _DEFAULTS)
-    count = "num_experts" if fields.is_given("num_experts") else "num_local_experts"
+    count = "num_local_experts" if fields.is_given("num_local_experts") else "num_experts"
     return SparseConfig(
         **vars(base),
         routing=read_routing(fields, count, 128, 8, is_normalized=fields.flag("norm_topk_prob", False)),

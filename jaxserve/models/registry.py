@@ -1,7 +1,8 @@
 """Supported architectures, one line each: from the name in ``config.json`` to the family's module.
 
 A checkpoint that was saved without the output head has the name of another class, such as ``Qwen3Model``: it is the
-same architecture, for embeddings alone.
+same architecture, for embeddings alone. Of a multimodal class, the language model runs; see
+:mod:`jaxserve.models.text_half`.
 """
 
 import dataclasses
@@ -14,30 +15,52 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.hf_config import ConfigFields, check_quantization
+from jaxserve.models.text_half import PREFIXES, TEXT_HALVES, text_fields
 
 FAMILIES: Final[dict[str, str]] = {
+    "ApertusForCausalLM": "jaxserve.models.apertus",
     "BaiChuanForCausalLM": "jaxserve.models.baichuan",
     "BaichuanForCausalLM": "jaxserve.models.baichuan",
+    "Cohere2ForCausalLM": "jaxserve.models.cohere2",
     "DeepseekV2ForCausalLM": "jaxserve.models.deepseek_v2",
     "DeepseekV3ForCausalLM": "jaxserve.models.deepseek_v3",
+    "Ernie4_5ForCausalLM": "jaxserve.models.ernie4_5",
+    "Ernie4_5_MoeForCausalLM": "jaxserve.models.ernie4_5_moe",
+    "Exaone4ForCausalLM": "jaxserve.models.exaone4",
     "GPT2LMHeadModel": "jaxserve.models.gpt2",
     "GPTNeoXForCausalLM": "jaxserve.models.gpt_neox",
-    "GptOssForCausalLM": "jaxserve.models.gpt_oss",
     "Gemma2ForCausalLM": "jaxserve.models.gemma2",
     "Gemma3ForCausalLM": "jaxserve.models.gemma3",
+    "Gemma4ForCausalLM": "jaxserve.models.gemma4",
+    "Gemma4UnifiedForCausalLM": "jaxserve.models.gemma4",
     "GemmaForCausalLM": "jaxserve.models.gemma",
+    "Glm4ForCausalLM": "jaxserve.models.glm4",
+    "Glm4MoeForCausalLM": "jaxserve.models.glm4_moe",
+    "Glm4MoeLiteForCausalLM": "jaxserve.models.glm4_moe_lite",
+    "GlmForCausalLM": "jaxserve.models.glm",
+    "GptOssForCausalLM": "jaxserve.models.gpt_oss",
     "GraniteForCausalLM": "jaxserve.models.granite",
     "GraniteMoeForCausalLM": "jaxserve.models.granite_moe",
+    "HYV3ForCausalLM": "jaxserve.models.hy_v3",
+    "HunYuanDenseV1ForCausalLM": "jaxserve.models.hunyuan",
+    "HunYuanMoEV1ForCausalLM": "jaxserve.models.hunyuan_moe",
     "LlamaForCausalLM": "jaxserve.models.llama",
+    "MiniMaxM2ForCausalLM": "jaxserve.models.minimax_m2",
+    "Ministral3ForCausalLM": "jaxserve.models.ministral3",
     "MistralForCausalLM": "jaxserve.models.mistral",
     "MixtralForCausalLM": "jaxserve.models.mixtral",
+    "NanoChatForCausalLM": "jaxserve.models.nanochat",
     "Olmo2ForCausalLM": "jaxserve.models.olmo2",
+    "Olmo3ForCausalLM": "jaxserve.models.olmo3",
     "Phi3ForCausalLM": "jaxserve.models.phi3",
     "Qwen2ForCausalLM": "jaxserve.models.qwen2",
     "Qwen2MoeForCausalLM": "jaxserve.models.qwen2_moe",
     "Qwen3ForCausalLM": "jaxserve.models.qwen3",
     "Qwen3MoeForCausalLM": "jaxserve.models.qwen3_moe",
+    "SeedOssForCausalLM": "jaxserve.models.seed_oss",
     "SmolLM3ForCausalLM": "jaxserve.models.smollm3",
+    "SolarOpenForCausalLM": "jaxserve.models.solar_open",
+    "Starcoder2ForCausalLM": "jaxserve.models.starcoder2",
 }
 
 
@@ -57,7 +80,7 @@ class Family(Protocol):
 
 def supported_architectures() -> tuple[str, ...]:
     """Return the supported names of ``architectures`` in config.json, in alphabetical order."""
-    return tuple(sorted(FAMILIES))
+    return tuple(sorted((*FAMILIES, *TEXT_HALVES)))
 
 
 def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
@@ -73,12 +96,36 @@ def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
         ConfigError: Fields are missing or wrong; one error lists all of them.
     """
     fields = ConfigFields(raw, path)
-    architecture = _architecture(fields)
+    whole = _architecture(fields)
     check_quantization(fields)
+    fields, architecture = _of_language_model(fields, whole)
     config = family(architecture).config_from_hf(fields, architecture)
     fields.raise_problems()
-    config = dataclasses.replace(config, has_default_eos="eos_token_id" not in raw)
-    return config if architecture in fields.raw["architectures"] else without_head(config)
+    stated = text_fields(raw)
+    config = dataclasses.replace(
+        config,
+        has_default_eos="eos_token_id" not in stated,
+        multimodal=whole if whole in TEXT_HALVES else None,
+        may_share_head=whole in TEXT_HALVES and stated.get("tie_word_embeddings") is None,
+    )
+    return config if whole in fields.raw["architectures"] else without_head(config)
+
+
+def _of_language_model(fields: ConfigFields, architecture: str) -> tuple[ConfigFields, str]:
+    """Return the fields of the language model of a multimodal class, and its own class; those of another class as they
+    are."""
+    if architecture not in TEXT_HALVES:
+        return fields, architecture
+    half, raw = TEXT_HALVES[architecture], fields.raw
+    inner = text_fields(raw)
+    if "hidden_size" not in inner and not isinstance(raw.get("text_config"), dict):
+        fields.note("text_config", "expected an object with the fields of the language model, but it is missing")
+    kind = inner.get("model_type") or next(iter(half.families))
+    kind = f"{kind}_text" if f"{kind}_text" in half.families else kind
+    if kind not in half.families:
+        fields.note("text_config.model_type", f"expected one of {', '.join(half.families)}, got {kind!r}")
+    fields.raise_problems()
+    return ConfigFields({**half.defaults, **inner}, fields.path), half.families[kind]
 
 
 def without_head(config: ModelConfig) -> ModelConfig:
@@ -96,7 +143,10 @@ def build_model(config: ModelConfig, scope: Scope = Scope()) -> CausalLM:  # noq
     Raises:
         ConfigError: The devices cannot share its weights.
     """
-    return family(config.architecture).build(config, scope)
+    model = family(config.architecture).build(config, scope)
+    if config.multimodal is not None:
+        model.ignored, model.prefixes = TEXT_HALVES[config.multimodal].ignored(model.ignored), PREFIXES
+    return model
 
 
 def family(architecture: str) -> Family:
@@ -120,16 +170,17 @@ def _architecture(fields: ConfigFields) -> str:
             f"{'missing' if names is None else 'empty'}; supported: {', '.join(supported_architectures())}"
         )
     for name in names:
-        for known in (name, _with_head(str(name))):
-            if known in FAMILIES:
+        for known in (name, *_with_head(str(name), is_multimodal="text_config" in fields.raw)):
+            if known in FAMILIES or known in TEXT_HALVES:
                 return str(known)
     raise UnsupportedModelError(f"{fields.path}: {_unsupported(', '.join(map(str, names)))}")
 
 
-def _with_head(architecture: str) -> str:
-    """Return the class with a head for a class without one: LlamaForCausalLM for LlamaModel."""
+def _with_head(architecture: str, *, is_multimodal: bool) -> tuple[str, ...]:
+    """Return the classes with a head that a class without one may belong to: LlamaForCausalLM for LlamaModel."""
     stem = architecture.removesuffix("Model").removesuffix("Text")
-    return {"GPT2": "GPT2LMHeadModel"}.get(stem, f"{stem}ForCausalLM")
+    causal = {"GPT2": "GPT2LMHeadModel"}.get(stem, f"{stem}ForCausalLM")
+    return (f"{stem}ForConditionalGeneration", causal) if is_multimodal else (causal,)
 
 
 def _unsupported(architecture: str) -> str:

@@ -22,12 +22,19 @@ class SparseConfig(DecoderConfig):
         expert_ffn_size: F of each expert.
         shared_ffn_size: F of the shared expert; 0 for none.
         sparse_layers: For each layer, whether its MLP is a mixture of experts.
+        num_extra_layers: Layers for multi-token prediction at the end of checkpoints, which are not loaded.
     """
 
     routing: Routing
     expert_ffn_size: int
     shared_ffn_size: int = 0
     sparse_layers: tuple[bool, ...]
+    num_extra_layers: int = 0
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers have experts."""
+        return True
 
 
 def read_routing(fields: ConfigFields, experts: str, default: int, per_token: int, *, is_normalized: bool) -> Routing:
@@ -47,6 +54,17 @@ def read_routing(fields: ConfigFields, experts: str, default: int, per_token: in
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
         fields.note("hidden_act", f"expected silu for experts, got {fields.text('hidden_act', 'silu')!r}")
     return Routing(num_experts=count, experts_per_token=min(chosen, count), is_normalized=is_normalized)
+
+
+def read_listed_sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+    """Return which layers have experts: those that ``mlp_layer_types`` calls sparse, or all but the first."""
+    types = fields.items("mlp_layer_types")
+    if types is None:
+        return (False, *(True,) * (num_layers - 1))
+    if len(types) != num_layers or not {*types} <= {"dense", "sparse"}:
+        fields.note("mlp_layer_types", f"expected dense or sparse for each of {num_layers} layers, got {len(types)}")
+        return (True,) * num_layers
+    return tuple(each == "sparse" for each in types)
 
 
 def read_sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:

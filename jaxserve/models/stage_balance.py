@@ -1,12 +1,15 @@
 """Divides a model into pipeline stages of about equal size."""
 
 import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.api.errors import ConfigError
+from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.models.abstract import AbstractModel, LogicalParam
 from jaxserve.models.stages import StageLayers, stages_of
 
@@ -18,8 +21,19 @@ class LayerCost(NamedTuple):
     num_products: float
 
 
+def allowed_cuts(specs: Sequence[KVSpec]) -> list[int]:
+    """Return the layers that a stage may begin with, besides the first: no layer from there on reads the keys and
+    values of one before."""
+    reads = [(layer, spec.reads) for layer, spec in enumerate(specs) if spec.reads is not None]
+    return [cut for cut in range(1, len(specs)) if not any(read < cut <= layer for layer, read in reads)]
+
+
 def balanced_stages(
-    layers: Sequence[LayerCost], num_stages: int, embedding: LayerCost, head: LayerCost
+    layers: Sequence[LayerCost],
+    num_stages: int,
+    embedding: LayerCost,
+    head: LayerCost,
+    cuts: Collection[int] | None = None,
 ) -> list[StageLayers]:
     """Divide layers into stages so that the largest stage is as small as possible.
 
@@ -31,7 +45,14 @@ def balanced_stages(
         num_stages: Number of stages.
         embedding: Cost of the embedding, in the first stage.
         head: Cost of final norm and head, in the last stage.
+        cuts: Layers that a stage may begin with; None: any.
+
+    Raises:
+        ConfigError: There are too few such layers.
     """
+    allowed = range(1, len(layers)) if cuts is None else cuts
+    if len(allowed) < num_stages - 1:
+        raise ConfigError(_too_few_cuts(num_stages, allowed))
     costs = [*layers]
     costs[0], costs[-1] = _add(costs[0], embedding), _add(costs[-1], head)
     if len(costs) == 1:
@@ -40,6 +61,8 @@ def balanced_stages(
     total = sums[-1]
 
     def size(first: int, stop: int) -> float:
+        if first and first not in allowed:
+            return math.inf
         parts = zip(sums[first], sums[stop], total, strict=True)
         return max((end - start) / (whole or 1) for start, end, whole in parts)
 
@@ -59,6 +82,24 @@ def balanced_stages(
     return stages_of(best[0][1])
 
 
+def check_cuts(stages: Sequence[StageLayers], specs: Sequence[KVSpec]) -> None:
+    """Raise ConfigError if a layer of one stage reads the keys and values of a layer of another."""
+    cuts = allowed_cuts(specs)
+    wrong = [stage.first for stage in stages if stage.first and stage.first not in cuts]
+    if wrong:
+        raise ConfigError(
+            f"stage_layers: a stage may not begin with layer {wrong[0]}: layers from there on read the keys and values "
+            f"of earlier ones; it may begin with: {', '.join(map(str, cuts)) or 'none'}"
+        )
+
+
+def _too_few_cuts(num_stages: int, cuts: Collection[int]) -> str:
+    return (
+        f"pipeline_parallel_size={num_stages}: layers of this model read the keys and values of others, so that a "
+        f"stage may begin only with layer {', '.join(map(str, cuts)) or '0'}; use at most {len(cuts) + 1} stages"
+    )
+
+
 def _add(a: LayerCost, b: LayerCost) -> LayerCost:
     return LayerCost(a.num_bytes + b.num_bytes, a.num_products + b.num_products)
 
@@ -76,7 +117,8 @@ def divide(model: AbstractModel, num_stages: int) -> list[StageLayers]:
     positions = parts.get("position_embed", _NOTHING)
     embedding = LayerCost(table.num_bytes + positions.num_bytes, 0)  # reads a row per token
     head = _add(parts.get("head", table), parts["norm"])
-    return balanced_stages([layers[index] for index in sorted(layers)], num_stages, embedding, head)
+    costs = [layers[index] for index in sorted(layers)]
+    return balanced_stages(costs, num_stages, embedding, head, allowed_cuts(model.kv_specs))
 
 
 def _cost(param: LogicalParam) -> LayerCost:

@@ -14,9 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxserve.scheduling.context_pages import ContextPages
 from jaxserve.scheduling.ngram import NgramProposer
-from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
-from jaxserve.scheduling.plan_draft import Flight, PlanDraft
+from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def takes_drafts(sequence: Sequence) -> bool:
 
 
 def add_drafts(
-    draft: PlanDraft, num_decodes: int, proposer: DraftProposer, limits: SchedulerLimits, pages: ContextPages
+    step: Step, num_decodes: int, proposer: DraftProposer, limits: SchedulerLimits, pages: ContextPages
 ) -> bool:
     """Add drafts to the decode rows, which are the first ``num_decodes`` rows of a plan.
 
@@ -57,8 +57,8 @@ def add_drafts(
     """
     works = True
     proposed: list[list[int]] = [[] for _ in range(num_decodes)]
-    budget = limits.max_num_batched_tokens - draft.plan.num_tokens
-    for index, sequence in enumerate(draft.sequences[:num_decodes]):
+    budget = limits.max_num_batched_tokens - step.plan.num_tokens
+    for index, sequence in enumerate(step.sequences[:num_decodes]):
         if budget <= 0:
             break
         if not takes_drafts(sequence):
@@ -70,12 +70,12 @@ def add_drafts(
             logger.exception("%s failed; speculative decoding is off from now on", type(proposer).__name__)
             works = False
             break
-        drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), draft, pages)]
+        drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), step, pages)]
         sequence.num_computed += len(drafts)
         sequence.num_pending += len(drafts)
         budget -= len(drafts)
-    plan, order = draft.plan, sorted(range(num_decodes), key=lambda index: bool(proposed[index]))
-    draft.sequences[:num_decodes] = [draft.sequences[index] for index in order]
+    plan, order = step.plan, sorted(range(num_decodes), key=lambda index: bool(proposed[index]))
+    step.sequences[:num_decodes] = [step.sequences[index] for index in order]
     for column in (plan.slots, plan.starts):
         column[:num_decodes] = array("i", [column[index] for index in order])
     lengths = array("i", [1 + len(proposed[index]) for index in order])
@@ -85,9 +85,9 @@ def add_drafts(
     return works
 
 
-def drop_rejected(plan: StepPlan, flight: Flight, tokens: list[list[int]], pages: ContextPages) -> None:
+def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages) -> None:
     """Undo what a completed step reserved for rejected drafts; see ``Scheduler.complete``."""
-    for num_samples, sequence, new in zip(plan.num_samples, flight.sequences, tokens, strict=True):
+    for num_samples, sequence, new in zip(step.plan.num_samples, step.sequences, tokens, strict=True):
         num_rejected = num_samples - max(len(new), 1)
         if num_rejected <= 0 or sequence.finish_reason is not None:
             continue
@@ -97,10 +97,10 @@ def drop_rejected(plan: StepPlan, flight: Flight, tokens: list[list[int]], pages
             pages.shrink(sequence)
 
 
-def _reserve(sequence: Sequence, num_drafts: int, draft: PlanDraft, pages: ContextPages) -> int:
+def _reserve(sequence: Sequence, num_drafts: int, step: Step, pages: ContextPages) -> int:
     """Allocate pages for a sequence's drafts; return how many fit into its pages and its maximum length."""
     end = min(sequence.num_computed + num_drafts, sequence.max_length - 1)
     if end > sequence.decode_limit:
         pages.grow_to(sequence, end)
-        draft.plan.grants += pages.grants(sequence)
+        step.plan.grants += pages.grants(sequence)
     return min(end, sequence.decode_limit) - sequence.num_computed

@@ -1,27 +1,12 @@
 """Divide the running sequences over the plans that are in the stages of a pipeline at the same time."""
 
-from typing import NamedTuple
-
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.sequence import Sequence
-
-
-class Turn(NamedTuple):
-    """What the next plan may contain.
-
-    Attributes:
-        due: Running sequences that may have a row, in order.
-        max_members: Most rows that sample or that admit a sequence.
-        num_runnable: Number of running sequences with tokens left to plan that do not wait for the host.
-    """
-
-    due: list[Sequence]
-    max_members: int
-    num_runnable: int
+from jaxserve.scheduling.step import Step
 
 
 class Microbatches:
-    """Chooses which running sequences the next plan may contain, so that every stage of a pipeline has work.
+    """Begins steps, and chooses which running sequences each may contain, so that every stage of a pipeline has work.
 
     With S stages, a token that plan k samples can be read on the device from plan k + S on. So the sequences form S
     microbatches: one that samples in plan k next decodes in plan k + S. Each plan takes at most its share of all
@@ -33,23 +18,22 @@ class Microbatches:
         num_slots: Number of slots, of all microbatches together.
 
     Attributes:
-        number: Number of the plan being made. Every call of ``next_turn`` counts, also if nothing can be planned then:
+        number: Number of the plan being made. Every call of ``begin`` counts, also if nothing can be planned then:
             a tick of the pipeline without work.
-        max_rows: Most rows of a plan.
     """
 
     def __init__(self, num_stages: int, num_slots: int):
         self.number = -1
-        self.max_rows = -(-num_slots // num_stages)
+        self._max_rows = -(-num_slots // num_stages)
         self._num_stages = num_stages
         self._num_slots = num_slots
         self._plans: list[StepPlan | None] = [None] * num_stages
 
-    def next_turn(self, running: list[Sequence], num_waiting: int) -> Turn:
-        """Begin the next plan. With one stage, all running sequences are due, and ``due`` is ``running`` itself."""
+    def begin(self, running: list[Sequence], num_waiting: int) -> Step:
+        """Begin the next step. With one stage, all running sequences are due, and ``due`` is ``running`` itself."""
         self.number += 1
         if self._num_stages == 1:
-            return Turn(running, self._num_slots, len(running))
+            return Step(StepPlan(self.number), running, self._num_slots, self._num_slots, len(running))
         oldest, busy, num_runnable, due = self.number - self._num_stages, set[int](), 0, list[Sequence]()
         for sequence in running:
             if not _has_tokens_left(sequence):
@@ -71,16 +55,16 @@ class Microbatches:
         if len(decodes) > max_decodes:
             postponed = set(sorted(decodes, key=_last_plan)[max_decodes:])
             due = [sequence for sequence in due if sequence not in postponed]
-        return Turn(due, max_members, num_runnable)
+        return Step(StepPlan(self.number), due, self._max_rows, max_members, num_runnable)
 
-    def add(self, plan: StepPlan, sequences: list[Sequence]) -> None:
-        """Record a plan and the sequences of its rows, and compare them with the microbatch's previous plan."""
-        index = plan.number % self._num_stages
+    def add(self, step: Step) -> None:
+        """Record a step, and compare the rows of its plan with the microbatch's previous plan."""
+        plan, index = step.plan, step.plan.number % self._num_stages
         previous, self._plans[index] = self._plans[index], plan
         if previous is not None:
             plan.compare_rows(previous)
         if self._num_stages > 1:
-            for sequence in sequences:
+            for sequence in step.sequences:
                 sequence.last_plan = plan.number
 
     def _share(self, num_returning: int, num_free: int, num_last: int, total: int) -> int:

@@ -13,8 +13,8 @@ from jaxserve.scheduling.endings import Ending, find_ending, find_stop_string
 from jaxserve.scheduling.microbatches import Microbatches
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
-from jaxserve.scheduling.plan_draft import Completion, Flight, PlanDraft, ScoredChunk
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step import Step
 
 
 class SequenceQueues:
@@ -71,7 +71,7 @@ class Scheduler:
         num_decode_rows: Number of decode rows planned so far.
         num_runnable: Number of running sequences that had tokens left to plan, not waiting for the host, when
             ``schedule`` was last called, and of those it admitted.
-        proposer: Proposes draft tokens; None without speculative decoding, and after the proposer has failed.
+        proposer: Proposes step tokens; None without speculative decoding, and after the proposer has failed.
     """
 
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
@@ -86,7 +86,7 @@ class Scheduler:
         self.num_runnable = 0
         self.proposer = proposer
         self._arrivals = itertools.count()
-        self._in_flight: deque[Flight] = deque()
+        self._in_flight: deque[Step] = deque()
         self._microbatches = Microbatches(limits.num_stages, limits.max_num_seqs)
 
     @property
@@ -110,30 +110,29 @@ class Scheduler:
             now: Time in seconds of ``time.monotonic()``.
         """
         self.allocator.cache.settle()
-        turn = self._microbatches.next_turn(self.running, len(self.waiting))
-        plan = StepPlan(self._microbatches.number)
-        draft = PlanDraft(plan, self._microbatches.max_rows, turn.max_members)
-        self._schedule_decodes(turn.due, draft)
-        self.num_decode_rows += (num_decodes := plan.num_rows)
+        step = self._microbatches.begin(self.running, len(self.waiting))
+        self._schedule_decodes(step)
+        num_decodes = step.num_members
+        self.num_decode_rows += num_decodes
         budget = self.limits.max_num_batched_tokens - num_decodes
-        if draft.partial_prefills:
-            budget = self._schedule_prefills(budget, draft)
+        if step.partial_prefills:
+            budget = self._schedule_prefills(budget, step)
         self.admitted = []
-        if not draft.preempts:
-            self._admit(budget, draft, now)
-            if self.proposer is not None and not add_drafts(draft, num_decodes, self.proposer, self.limits, self.pages):
+        if not step.preempts:
+            self._admit(budget, step, now)
+            if self.proposer is not None and not add_drafts(step, num_decodes, self.proposer, self.limits, self.pages):
                 self.proposer = None
-        self.num_runnable = turn.num_runnable + len(self.admitted)
-        if not plan.num_rows:
+        self.num_runnable = step.num_runnable + len(self.admitted)
+        if not step.sequences:
             return None
-        self._microbatches.add(plan, draft.sequences)
-        self._in_flight.append(Flight(plan.number, draft.sequences, draft.errors))
-        return plan
+        self._microbatches.add(step)
+        self._in_flight.append(step)
+        return step.plan
 
     def complete(
         self, plan: StepPlan, tokens: list[list[int]], errors: Items[tuple[int, Exception]] = (), now: float = 0.0
-    ) -> Completion:
-        """Append the tokens that a step sampled, and finish the sequences that end with them.
+    ) -> Step:
+        """Append the tokens that a step sampled, and finish the sequences that end with them; return the step.
 
         Args:
             plan: Plan of the oldest step in flight.
@@ -141,41 +140,43 @@ class Scheduler:
             errors: Rows that could not be built, each with the reason.
             now: Time of the tokens, in seconds of ``time.monotonic()``.
         """
-        flight = self._in_flight.popleft()
-        assert flight.number == plan.number, f"step {plan.number} completed, step {flight.number} expected"
-        rows, sampled, started, num_more = flight.sequences, list[Sequence](), list[Sequence](), 0
-        previous_s = list[float]()
-        scored, pooled, finished = list[ScoredChunk](), list[tuple[Sequence, int]](), list[Sequence]()
-        if flight.errors or errors:
-            self._fail_rows([*flight.errors, *((rows[row], error) for row, error in errors)], finished)
+        step = self._in_flight.popleft()
+        assert step.plan.number == plan.number, f"step {plan.number} completed, step {step.plan.number} expected"
+        step.completed_s = now
+        if step.errors or errors:
+            failed = [*step.errors, *((step.sequences[row], error) for row, error in errors)]
+            self._fail_rows(failed, step.finished)
         if plan.pooling or plan.targets:
-            scored, pooled = flight.scored(plan), self._end_pooled(flight.pooled(plan))
+            step.scored, step.pooled = step.scored_rows(), self._end_pooled(step.pooled_rows())
         if plan.has_drafts:
-            drop_rejected(plan, flight, tokens, self.pages)
-        for sequence, num_samples, new in zip(rows, plan.num_samples, tokens, strict=True):
+            drop_rejected(step, tokens, self.pages)
+        sampled, previous_s, num_more = step.sampled, step.previous_s, 0
+        for sequence, num_samples, new in zip(step.sequences, plan.num_samples, tokens, strict=True):
             if not num_samples or sequence.finish_reason is not None:
                 continue
             if not new:
                 sequence.num_pending -= 1
-                self._end(sequence, Ending("error", error=sequence.error), finished)
+                self._end(sequence, Ending("error", error=sequence.error), step.finished)
                 continue
             sampled.append(sequence)
             if sequence.last_token_s:
                 previous_s.append(sequence.last_token_s)
             else:
-                started.append(sequence)
+                step.started.append(sequence)
+                sequence.first_token_s = now
             sequence.last_token_s = now
             sequence.num_pending -= len(new)
             token, token_ids = new[0], sequence.token_ids
             if len(new) == 1 and len(token_ids) + 1 < sequence.next_check and token not in sequence.stop_ids:
                 token_ids.append(token)
                 if sequence.stop_strings is not None:
-                    self._end(sequence, find_stop_string(sequence, 1, None), finished)
+                    self._end(sequence, find_stop_string(sequence, 1, None), step.finished)
             else:
                 num_before = len(token_ids)
-                self._end(sequence, self._append(sequence, new), finished)
+                self._end(sequence, self._append(sequence, new), step.finished)
                 num_more += len(token_ids) - num_before - 1
-        return Completion(plan, rows, sampled, started, previous_s, len(sampled) + num_more, scored, pooled, finished)
+        step.num_new_tokens = len(sampled) + num_more
+        return step
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Finish a waiting or running sequence and free its slot and pages.
@@ -260,14 +261,14 @@ class Scheduler:
                 self._queues.enqueue(*sequence.release_followers())
         return ending
 
-    def _schedule_decodes(self, due: list[Sequence], draft: PlanDraft) -> None:
+    def _schedule_decodes(self, step: Step) -> None:
         """Add a row for each sequence that is due and can decode, in order."""
-        plan, sequences = draft.plan, draft.sequences
+        plan, sequences = step.plan, step.sequences
         slots, known = list[int](), list[tuple[int, int, int]]()
-        for sequence in due:  # preemption removes sequences from the end of ``running`` only
+        for sequence in step.due:  # preemption removes sequences from the end of ``running`` only
             position = sequence.num_computed
             is_plain = position < sequence.decode_limit and sequence.constraint is None
-            if not is_plain and not self._prepare_decode(sequence, draft):
+            if not is_plain and not self._prepare_decode(sequence, step):
                 continue
             if not sequence.num_pending:
                 known.append((len(slots), position, sequence.token_ids[position]))
@@ -275,68 +276,68 @@ class Scheduler:
             sequences.append(sequence)
             sequence.num_computed = position + 1
             sequence.num_pending += 1
-        draft.num_members = len(slots)
+        step.num_members = len(slots)
         plan.add_decode_rows(slots)
         for row, start, token in known:
             plan.starts[row], plan.token_ids[row] = start, token
 
-    def _prepare_decode(self, sequence: Sequence, draft: PlanDraft) -> bool:
+    def _prepare_decode(self, sequence: Sequence, step: Step) -> bool:
         """Add the page and the mask that a sequence needs to decode; return whether it can."""
         if not sequence.decode_limit:
             if not sequence.num_pending and sequence.slot >= 0:  # else its pooled vector is in flight, or preempted
-                draft.partial_prefills.append(sequence)
+                step.partial_prefills.append(sequence)
             return False
         constraint = sequence.constraint
         if sequence.num_computed + 1 >= sequence.max_length or (constraint is not None and sequence.num_pending):
             return False
-        if sequence.num_computed >= sequence.decode_limit and not self._grow(sequence, draft):
+        if sequence.num_computed >= sequence.decode_limit and not self._grow(sequence, step):
             return False
         if constraint is not None:
-            sequence.error = draft.add_mask(sequence.slot, constraint)
+            sequence.error = step.add_mask(sequence.slot, constraint)
         return True
 
-    def _grow(self, sequence: Sequence, draft: PlanDraft) -> bool:
+    def _grow(self, sequence: Sequence, step: Step) -> bool:
         """Add a page, preempting the last running sequences if needed; return False if this one was preempted."""
         while not self.pages.grow(sequence):
-            if self._preempt_last(draft) is sequence:
+            if self._preempt_last(step) is sequence:
                 return False
-        draft.plan.grants += self.pages.grants(sequence)
+        step.plan.grants += self.pages.grants(sequence)
         return True
 
-    def _schedule_prefills(self, budget: int, draft: PlanDraft) -> int:
+    def _schedule_prefills(self, budget: int, step: Step) -> int:
         """Add chunks of prompts that are partly computed; return the tokens left of the budget."""
-        for sequence in draft.partial_prefills:
-            budget -= self._schedule_chunk(sequence, budget, draft) if budget > 0 else 0
-        while not draft.plan.num_rows and not self._in_flight:  # all wait for each other's pages
-            self._preempt_last(draft)
-            budget -= self._schedule_chunk(self.running[0], budget, draft)
+        for sequence in step.partial_prefills:
+            budget -= self._schedule_chunk(sequence, budget, step) if budget > 0 else 0
+        while not step.plan.num_rows and not self._in_flight:  # all wait for each other's pages
+            self._preempt_last(step)
+            budget -= self._schedule_chunk(self.running[0], budget, step)
         return budget
 
-    def _schedule_chunk(self, sequence: Sequence, budget: int, draft: PlanDraft) -> int:
+    def _schedule_chunk(self, sequence: Sequence, budget: int, step: Step) -> int:
         """Add a row with at most ``budget`` of a sequence's known tokens; return its length (0 if no page is free)."""
         start = sequence.num_computed
         end = min(len(sequence.token_ids), start + min(budget, self.limits.long_prefill_token_threshold or budget))
-        if not draft.has_room(is_member=end == len(sequence.token_ids)):
+        if not step.has_room(is_member=end == len(sequence.token_ids)):
             return 0
         end = self.pages.grow_to(sequence, end)
-        draft.plan.grants += self.pages.grants(sequence)
+        step.plan.grants += self.pages.grants(sequence)
         if end <= start:
             return 0
-        samples = draft.add_chunk(sequence, end)
+        samples = step.add_chunk(sequence, end)
         sequence.num_computed = end
         self.pages.cache.register(sequence, end, with_last=samples)
         if samples:
             self.pages.update_decode_limit(sequence)
             if sequence.constraint is not None:
-                sequence.error = draft.add_mask(sequence.slot, sequence.constraint)
+                sequence.error = step.add_mask(sequence.slot, sequence.constraint)
         if end == len(sequence.token_ids):
             sequence.num_pending += 1
-            draft.num_members += 1
+            step.num_members += 1
         return end - start
 
-    def _admit(self, budget: int, draft: PlanDraft, now: float) -> None:
+    def _admit(self, budget: int, step: Step, now: float) -> None:
         """Admit waiting sequences in order while slots, rows, tokens and pages last."""
-        while self.waiting and budget > 0 and self._queues.free_slots and draft.has_room(is_member=True):
+        while self.waiting and budget > 0 and self._queues.free_slots and step.has_room(is_member=True):
             sequence = self.waiting[0]
             if self.limits.admits_whole and len(sequence.token_ids) > budget:
                 return
@@ -346,14 +347,14 @@ class Scheduler:
             self._queues.start_first()
             self.admitted.append(sequence)
             sequence.scheduled_s = sequence.scheduled_s or now
-            draft.add_setup(sequence, copies)
-            num_members = draft.num_members + 1
-            budget -= self._schedule_chunk(sequence, budget, draft)
-            draft.num_members = num_members
+            step.add_setup(sequence, copies)
+            num_members = step.num_members + 1
+            budget -= self._schedule_chunk(sequence, budget, step)
+            step.num_members = num_members
 
-    def _preempt_last(self, draft: PlanDraft) -> Sequence:
+    def _preempt_last(self, step: Step) -> Sequence:
         """Preempt the last running sequence, and return it."""
-        draft.preempts, victim = True, self.running[-1]
+        step.preempts, victim = True, self.running[-1]
         self._requeue(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1

@@ -96,6 +96,7 @@ class Sequence:
         num_preemptions: Number of times the sequence was preempted.
         error: The exception that fails the sequence: of its constraint, its stop strings, or of building its row.
         scheduled_s: Time of the plan that first admitted it, in seconds of ``time.monotonic()``; 0 before.
+        first_token_s: Time of its first token, in seconds of ``time.monotonic()``; 0 before.
         last_token_s: Time of its latest token, in seconds of ``time.monotonic()``; 0 before the first.
     """
 
@@ -128,6 +129,7 @@ class Sequence:
     num_preemptions: int = 0
     error: Exception | None = None
     scheduled_s: float = 0.0
+    first_token_s: float = 0.0
     last_token_s: float = 0.0
 
     @property

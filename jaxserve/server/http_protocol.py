@@ -22,7 +22,7 @@ from jaxserve.server.http_transport import WatchedTransport
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 << 10
-"""Limit on the URL, headers and trailers of a request together."""
+"""Limit on the URL and headers of a request together, and on its trailers."""
 
 _LINGER_S = 30.0
 _MAX_QUEUED = 16
@@ -109,7 +109,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._limit_s = limit_s
         self._state: Literal["idle", "headers", "body"] = "idle"
         self._deadline: asyncio.TimerHandle | None = None
-        self._num_header_bytes = 0
         self._has_progressed = False
         self._num_idle_bytes = 0  # bytes received since the parser last reported anything except a header
         self._exchanges = deque[Exchange]()  # whose responses are not complete, in order
@@ -175,16 +174,10 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
-        self._state, self._num_header_bytes = "headers", 0
-
-    def on_url(self, url: bytes) -> None:
-        """A part of the URL has arrived."""
-        self._count(len(url))
-        super().on_url(url)
+        self._state = "headers"
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header has arrived, or a trailer, which is dropped."""
-        self._count(len(name) + len(value) + len(b": \r\n"))
         if self._state == "headers":
             super().on_header(name, value)
 
@@ -194,6 +187,8 @@ class HttpProtocol(HttpToolsProtocol):
         method, version = self.parser.get_method().decode("ascii"), self.parser.get_http_version()
         if self.parser.should_upgrade() and method != "CONNECT":
             return  # ``_parse`` begins this request again
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
+            raise _headers_too_long()  # they came at once: ``data_received`` counts those that come bit by bit
         _check_head(method, version, self.headers)
         raw_path, query = _path_of(method, self.url)
         self.scope["method"], self.scope["http_version"] = method, version
@@ -259,11 +254,6 @@ class HttpProtocol(HttpToolsProtocol):
     def _progress(self, state: Literal["idle", "body"]) -> None:
         self._state, self._has_progressed = state, True
         self._end_deadline()
-
-    def _count(self, num_bytes: int) -> None:
-        self._num_header_bytes += num_bytes
-        if self._num_header_bytes > MAX_HEADER_BYTES:
-            raise _headers_too_long()
 
     def _refuse(self, error: Exception) -> None:
         """Respond to a request that cannot be read, after the responses to those before it, and close the connection.

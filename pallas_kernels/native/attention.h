@@ -5,7 +5,7 @@
 enum {
   BLOCK = 128,      // context tokens whose scores are computed together
   CHUNK = 1024,     // context tokens whose softmax is computed from nothing; chunks are merged in order
-  MOST_WIDTH = 256, // of a head
+  MOST_WIDTH = 512, // of a head
   MOST_GROUP = 64,  // query heads that share a key/value head
   MOST_LATENT = 1024,  // width of a latent with its rotated key
   LATENT_GROUP = 16,   // query heads of a tile over latents

@@ -7,39 +7,152 @@
 
 #include "vectors.h"
 
-enum { TILE_ROWS = 16, TILE_COLUMNS = 256 };
+enum { TILE_ROWS = 32, TILE_COLUMNS = 256, MOST_CODES = 256, WIDTH = TILE_COLUMNS + LANES };  // rows begin in other sets
 
 // The columns of a tile, and the first run that has some of them.
 typedef struct {
   int64_t first, count, run;
 } Columns;
 
-static void look_up(const Dequantize *job, int64_t row, Columns columns, float *values) {
-  const uint8_t *codes = job->codes + row * job->code_row + columns.first;
+// 16 bytes, shifted in pairs, for which a mask takes away what comes from the other byte.
+typedef uint16_t Bytes __attribute__((vector_size(16)));
+
+INLINE void read_field(const uint8_t *bytes, int64_t count, uint16_t shift, uint8_t mask, uint16_t up, uint8_t *codes) {
+  const uint16_t both = (uint16_t)(mask << 8 | mask);
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    Bytes field, others;
+    memcpy(&field, bytes + i, 16);
+    memcpy(&others, codes + i, 16);
+    others |= (field >> shift & both) << up;
+    memcpy(codes + i, &others, 16);
+  }
+  for (; i < count; i++) codes[i] |= (uint8_t)((bytes[i] >> shift & mask) << up);
+}
+
+// Adds the bits of bytes to as many codes, the lowest bit first.
+static void read_bits(const uint8_t *bytes, int64_t count, uint16_t up, uint8_t *codes) {
+  const uint64_t each = 0x0101010101010101;
+  for (int64_t i = 0; i < count; i += 8) {
+    uint64_t eight;
+    memcpy(&eight, codes + i, 8);
+    const uint64_t bits = bytes[i / 8] * each & 0x8040201008040201;  // each in a byte of its own
+    eight |= ((bits + 0x7f * each) >> 7 & each) << up;
+    memcpy(codes + i, &eight, 8);
+  }
+}
+
+// Adds the halves of bytes to twice as many codes, the lower one first.
+static void read_nibbles(const uint8_t *bytes, int64_t count, uint16_t up, uint8_t *codes) {
+  int64_t i = 0;
+  const __m128i mask = _mm_set1_epi8(15);
+  for (; i + 32 <= count && !up; i += 32) {
+    const __m128i pairs = _mm_loadu_si128((const __m128i *)(bytes + i / 2));
+    const __m128i low = _mm_and_si128(pairs, mask), high = _mm_and_si128(_mm_srli_epi16(pairs, 4), mask);
+    _mm_storeu_si128((__m128i *)(codes + i), _mm_unpacklo_epi8(low, high));
+    _mm_storeu_si128((__m128i *)(codes + i + 16), _mm_unpackhi_epi8(low, high));
+  }
+  for (; i < count; i++) codes[i] |= (uint8_t)((bytes[i / 2] >> i % 2 * 4 & 15) << up);
+}
+
+// Adds fields to the codes of a block, above the bits that these have.
+static void read_fields(Fields fields, const uint8_t *block, int64_t num_codes, uint16_t up, uint8_t *codes) {
+  const uint8_t mask = (uint8_t)((1 << fields.width) - 1);
+  const uint8_t *bytes = block + fields.offset;
+  if (fields.width == 1 && fields.run == 1) return read_bits(bytes, num_codes, up, codes);
+  if (fields.width == 4 && fields.run == 1) return read_nibbles(bytes, num_codes, up, codes);
+  for (int64_t i = 0; i < num_codes; bytes += fields.run)
+    for (uint16_t shift = 0; shift < 8; shift += (uint16_t)fields.width, i += fields.run)
+      read_field(bytes, fields.run, shift, mask, up, codes + i);
+}
+
+// Returns a tile's codes of a row, which are unpacked into `scratch` if they lie in blocks.
+static const uint8_t *read_codes(const Dequantize *job, int64_t row, Columns columns, uint8_t *scratch) {
+  const Blocks *blocks = &job->blocks;
+  const uint8_t *bytes = job->codes + row * job->code_row;
+  if (!blocks->num_codes) return bytes + columns.first;
+  const int64_t first = blocks->first + columns.first, begin = first / blocks->num_codes;
+  const int64_t end = (first + columns.count + blocks->num_codes - 1) / blocks->num_codes;
+  const int64_t num_codes = (end - begin) * blocks->num_codes;
+  const int64_t step = blocks->num_bytes == 1 ? num_codes : blocks->num_codes;  // bytes of codes are one large block
+  memset(scratch, 0, (size_t)num_codes);
+  bytes += begin * blocks->num_bytes;
+  for (int64_t at = 0; at < num_codes; at += step, bytes += blocks->num_bytes) {
+    read_fields(blocks->low, bytes, step, 0, scratch + at);
+    if (blocks->high.width) read_fields(blocks->high, bytes, step, (uint16_t)blocks->low.width, scratch + at);
+  }
+  for (int64_t i = 0; i < num_codes; i++) scratch[i] -= (uint8_t)blocks->zero;
+  return scratch + (first - begin * blocks->num_codes);
+}
+
+static void look_up(const Dequantize *job, const uint8_t *codes, int64_t count, float *values) {
+  int64_t i = 0;
+  if (job->table && job->table_size == 16)
+    for (; i + LANES <= count; i += LANES) vec_store(values + i, vec_look_up(job->table, codes + i));
   if (job->table)
-    for (int64_t i = 0; i < columns.count; i++) values[i] = job->table[codes[i]];
+    for (; i < count; i++) values[i] = job->table[codes[i]];
   else if (job->is_signed)
-    for (int64_t i = 0; i < columns.count; i++) values[i] = (float)(int8_t)codes[i];
+    for (; i < count; i++) values[i] = (float)(int8_t)codes[i];
   else
-    for (int64_t i = 0; i < columns.count; i++) values[i] = (float)codes[i];
+    for (; i < count; i++) values[i] = (float)codes[i];
 }
 
 INLINE float number_of(Grid grid, int64_t row_group, int64_t column_group) {
   return grid.numbers[row_group * grid.row + column_group * grid.column];
 }
 
-static void scale(const Dequantize *job, int64_t row, Columns columns, float *values) {
-  const int64_t group = job->row_groups[row], end = columns.first + columns.count;
+INLINE int64_t group_of(const Dequantize *job, int64_t row) { return job->row_groups ? job->row_groups[row] : row; }
+
+static void scale_runs(const Dequantize *job, int64_t row, Columns columns, float *values) {
+  const int64_t group = group_of(job, row), end = columns.first + columns.count;
   for (int64_t run = columns.run, i = columns.first; i < end; run++) {
     const int64_t stop = job->run_starts[run + 1] < end ? job->run_starts[run + 1] : end;
     const float zero = number_of(job->zeros, group, job->run_groups[run]);
     const float factor = number_of(job->scales, group, job->run_groups[run]);
     const float bias = number_of(job->biases, group, job->run_groups[run]);
+    for (; i + LANES <= stop; i += LANES) {
+      const Vec value = vec_sub(vec_load(values + (i - columns.first)), vec_set(zero));
+      vec_store(values + (i - columns.first), vec_add(vec_mul(value, vec_set(factor)), vec_set(bias)));
+    }
     for (; i < stop; i++) {
       float *value = values + (i - columns.first);
       *value = (*value - zero) * factor + bias;
     }
   }
+}
+
+// The numbers of LANES rows, which follow one another.
+INLINE Vec numbers_of(Grid grid, int64_t row, int64_t column_group) {
+  const float *numbers = grid.numbers + row * grid.row + column_group * grid.column;
+  return grid.row ? vec_load(numbers) : vec_set(*numbers);
+}
+
+// Scales LANES rows and columns of a tile, turned so that the numbers of a group are a vector.
+INLINE void scale_block(const Dequantize *job, int64_t row, const int32_t *groups, float *values) {
+  Vec lanes[LANES];
+  for (int i = 0; i < LANES; i++) lanes[i] = vec_load(values + i * WIDTH);
+  vec_transpose(lanes);
+  for (int i = 0; i < LANES; i++) {
+    const Vec value = vec_sub(lanes[i], numbers_of(job->zeros, row, groups[i]));
+    lanes[i] = vec_add(vec_mul(value, numbers_of(job->scales, row, groups[i])), numbers_of(job->biases, row, groups[i]));
+  }
+  vec_transpose(lanes);
+  for (int i = 0; i < LANES; i++) vec_store(values + i * WIDTH, lanes[i]);
+}
+
+// Scales a tile whose columns have a group each.
+static void scale_columns(const Dequantize *job, int64_t row, int64_t num_rows, Columns columns,
+                          float values[TILE_ROWS][WIDTH]) {
+  const int32_t *groups = job->column_groups + columns.first;
+  int64_t r = 0;
+  for (; !job->row_groups && r + LANES <= num_rows; r += LANES)
+    for (int64_t c = 0; c < columns.count; c += LANES) scale_block(job, row + r, groups + c, values[r] + c);
+  for (; r < num_rows; r++)
+    for (int64_t c = 0; c < columns.count; c++) {
+      const int64_t group = group_of(job, row + r);
+      const float value = values[r][c] - number_of(job->zeros, group, groups[c]);
+      values[r][c] = value * number_of(job->scales, group, groups[c]) + number_of(job->biases, group, groups[c]);
+    }
 }
 
 // Rounds to the nearest, ties to even; a NaN keeps its sign only.
@@ -50,41 +163,70 @@ INLINE uint16_t to_bf16(float value) {
   return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16 & 0x8000) | 0x7fc0 : rounded);
 }
 
-// Writes a tile row by row, or column by column if the result's columns are not contiguous.
-static void write(const Dequantize *job, int64_t row, int64_t num_rows, Columns columns,
-                  float values[TILE_ROWS][TILE_COLUMNS]) {
-  const int64_t at = row * job->result_row + columns.first * job->result_column;
-  const int64_t down = job->result_row, across = job->result_column;
-  float *floats = (float *)job->result + at;
-  uint16_t *halves = (uint16_t *)job->result + at;
-  if (across == 1) {
-    for (int64_t r = 0; r < num_rows; r++)
-      if (job->is_bf16)
-        for (int64_t c = 0; c < columns.count; c++) halves[r * down + c] = to_bf16(values[r][c]);
-      else memcpy(floats + r * down, values[r], sizeof(float) * (size_t)columns.count);
-    return;
-  }
-  for (int64_t c = 0; c < columns.count; c++)
+static void write_rows(const Dequantize *job, int64_t at, int64_t num_rows, int64_t count,
+                       float values[TILE_ROWS][WIDTH]) {
+  for (int64_t r = 0; r < num_rows; r++, at += job->result_row)
     if (job->is_bf16)
-      for (int64_t r = 0; r < num_rows; r++) halves[r * down + c * across] = to_bf16(values[r][c]);
+      for (int64_t c = 0; c < count; c++) ((uint16_t *)job->result)[at + c] = to_bf16(values[r][c]);
     else
-      for (int64_t r = 0; r < num_rows; r++) floats[r * down + c * across] = values[r][c];
+      memcpy((float *)job->result + at, values[r], sizeof(float) * (size_t)count);
+}
+
+// Writes LANES columns of a tile, in which they are vectors of a number each, or of two of bfloat16.
+INLINE void write_columns(const Dequantize *job, int64_t at, const float values[TILE_ROWS][WIDTH], int64_t column) {
+  const int per_lane = job->is_bf16 ? 2 : 1;
+  for (int64_t row = 0; row < TILE_ROWS; row += LANES * per_lane) {
+    Vec lanes[LANES];
+    for (int i = 0; i < LANES; i++)
+      lanes[i] = job->is_bf16 ? vec_pair_bf16(vec_load(values[row + 2 * i] + column), vec_load(values[row + 2 * i + 1] + column))
+                              : vec_load(values[row + i] + column);
+    vec_transpose(lanes);
+    for (int64_t i = 0; i < LANES; i++) {
+      const int64_t to = at + row + (column + i) * job->result_column;
+      vec_store(job->is_bf16 ? (float *)((uint16_t *)job->result + to) : (float *)job->result + to, lanes[i]);
+    }
+  }
+}
+
+// Writes a tile whose columns follow one another in the result, or lie in it anywhere.
+static void write_any(const Dequantize *job, int64_t at, int64_t num_rows, int64_t count,
+                      float values[TILE_ROWS][WIDTH]) {
+  int64_t c = 0;
+  if (job->is_bf16)
+    for (int64_t r = 0; r < num_rows; r++)
+      for (int64_t i = 0; i < count; i++) {
+        const uint32_t bits = (uint32_t)to_bf16(values[r][i]) << 16;
+        memcpy(&values[r][i], &bits, sizeof bits);
+      }
+  if (job->result_row == 1 && num_rows == TILE_ROWS)
+    for (; c + LANES <= count; c += LANES) write_columns(job, at, values, c);
+  for (; c < count; c++)
+    for (int64_t r = 0; r < num_rows; r++) {
+      const int64_t to = at + r * job->result_row + c * job->result_column;
+      if (job->is_bf16)
+        memcpy((uint16_t *)job->result + to, (char *)&values[r][c] + 2, 2);
+      else
+        ((float *)job->result)[to] = values[r][c];
+    }
 }
 
 static void dequantize(const Dequantize *job) {
-  float values[TILE_ROWS][TILE_COLUMNS];
+  float values[TILE_ROWS][WIDTH];
+  uint8_t scratch[TILE_COLUMNS + 2 * MOST_CODES];
   Columns columns = {0, 0, 0};
   for (; columns.first < job->num_columns; columns.first += columns.count) {
     const int64_t left = job->num_columns - columns.first;
     columns.count = left < TILE_COLUMNS ? left : TILE_COLUMNS;
-    while (job->run_starts[columns.run + 1] <= columns.first) columns.run++;
+    while (!job->column_groups && job->run_starts[columns.run + 1] <= columns.first) columns.run++;
     for (int64_t row = 0; row < job->num_rows; row += TILE_ROWS) {
       const int64_t num_rows = job->num_rows - row < TILE_ROWS ? job->num_rows - row : TILE_ROWS;
       for (int64_t r = 0; r < num_rows; r++) {
-        look_up(job, row + r, columns, values[r]);
-        scale(job, row + r, columns, values[r]);
+        look_up(job, read_codes(job, row + r, columns, scratch), columns.count, values[r]);
+        if (!job->column_groups) scale_runs(job, row + r, columns, values[r]);
       }
-      write(job, row, num_rows, columns, values);
+      if (job->column_groups) scale_columns(job, row, num_rows, columns, values);
+      const int64_t at = row * job->result_row + columns.first * job->result_column;
+      (job->result_column == 1 ? write_rows : write_any)(job, at, num_rows, columns.count, values);
     }
   }
 }

@@ -91,6 +91,10 @@ static inline void vec_transpose(Vec *v) {
   }
 }
 static inline Vec vec_round(Vec v) { return _mm512_roundscale_ps(v, 8); }
+// The members of a table of 16 numbers that LANES codes below 16 name.
+static inline Vec vec_look_up(const float *table, const uint8_t *codes) {
+  return _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes)), vec_load(table));
+}
 static inline Vec vec_scale(Vec v, Vec power) { return _mm512_scalef_ps(v, power); }
 #else
 enum { LANES = 8 };
@@ -180,6 +184,11 @@ static inline void vec_transpose(Vec *v) {
   }
 }
 static inline Vec vec_round(Vec v) { return _mm256_round_ps(v, 8); }
+static inline Vec vec_look_up(const float *table, const uint8_t *codes) {
+  const __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes));
+  const Vec low = _mm256_permutevar8x32_ps(vec_load(table), index), high = _mm256_permutevar8x32_ps(vec_load(table + 8), index);
+  return _mm256_blendv_ps(low, high, (Vec)_mm256_slli_epi32(index, 28));
+}
 static inline Vec vec_scale(Vec v, Vec power) {
   __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(power), _mm256_set1_epi32(127)), 23);
   return _mm256_mul_ps(v, (Vec)bits);

@@ -18,10 +18,10 @@ from checkpoints.arranged import (
     stored,
     transposed,
 )
-from checkpoints.reader import CheckpointReader, ClosingReader
+from checkpoints.reader import BaseReader, CheckpointReader
 
 
-class Arrays(ClosingReader):
+class Arrays(BaseReader):
     """A checkpoint in memory."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:

@@ -15,13 +15,14 @@ from numpy.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from checkpoints import CheckpointError, Piece, TensorRecipe, load_array, load_arrays, loader, open_checkpoint, whole
+from checkpoints.reader import BaseReader
 from checkpoints.tensor_info import Index, TensorInfo
 from tests.copied_pieces import copy_piece
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
-class ArrayReader:
+class ArrayReader(BaseReader):
     """A reader over arrays in memory that notes what was read."""
 
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
@@ -35,12 +36,6 @@ class ArrayReader:
 
     def close(self) -> None:
         """Nothing is open."""
-
-    def __enter__(self) -> "ArrayReader":
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self.close()
 
 
 def sharding(shape: tuple[int, ...], *axes: str | None) -> NamedSharding:

@@ -37,6 +37,9 @@ def test_sharded_with_and_without_an_index(tmp_path: Path, weight_map: dict[str,
         assert sorted(reader.tensors) == ["a", "b", "c"]
         for name, value in {"a": A, "b": B, "c": C}.items():
             np.testing.assert_array_equal(reader.read(name, whole_index((2, 2))), value)
+            result = np.full((2, 2), np.nan, np.float16)
+            reader.read_into(name, whole_index((2, 2)), result)
+            np.testing.assert_array_equal(result, value)
 
 
 def test_tensors_that_the_index_leaves_out_are_offered(tmp_path: Path) -> None:

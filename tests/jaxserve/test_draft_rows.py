@@ -19,6 +19,7 @@ from jaxserve.sampling.sampler import NO_TOKEN
 from jaxserve.sampling.verification import NOWHERE, Verification
 from jaxserve.scheduling.plan import ON_DEVICE, PageGrant, Sampling, SlotSetup, StepPlan
 from tests.plan_rows import Row, make_plan, rows_of
+from tests.runners import run_step
 from tests.tiny_programs import make_program, make_runner, random_params, tiny_config
 
 MAX_SAMPLES, TABLE_PAGES, NUM_TOKENS = 4, 5, 24
@@ -70,7 +71,7 @@ class Driver:
 
     def run(self, plan: StepPlan) -> StepResult:
         """A step, and what it gives its slots."""
-        result = self.runner.collect(self.runner.launch([plan]))[0]
+        result = run_step(self.runner, plan)
         for row, first, tokens in zip(rows_of(plan), plan.first_samples, result.tokens, strict=True):
             assert len(tokens) <= row.num_samples
             self.tokens[row.slot] += tokens
@@ -154,7 +155,7 @@ def test_a_row_with_drafts_beside_a_chunk_and_a_row_that_samples_nothing() -> No
     grants = [PageGrant(slot, 0, [30 + 2 * (slot - 6), 31 + 2 * (slot - 6)]) for slot in (6, 7)]
     plan = make_plan(2, setups, grants, rows)
     assert list(plan.first_samples) == [0, 1, 2, 4, 5]
-    result = driver.runner.collect(driver.runner.launch([plan]))[0]
+    result = run_step(driver.runner, plan)
     assert result.tokens[:3] == [[expected.tokens[0][2]], [], text[1:3]]
     assert result.tokens[3] == [expected.tokens[0][0]], "the prompt of slot 0, greedy too"
     assert result.tokens[4] == expected.tokens[2][1:5]

@@ -67,7 +67,7 @@ class Load:
             SchedulerLimits(4, 32, max_draft_tokens=max_drafts), self.allocator, None if expected is None else self
         )
         self.runner = make_runner(compiled_stage())
-        self.in_flight: list[tuple[StepPlan, int]] = []
+        self.in_flight: list[StepPlan] = []
         self.num_device_starts = self.num_kept = 0
 
     def propose(self, sequence: Sequence) -> list[int]:
@@ -81,10 +81,11 @@ class Load:
         plan = self.scheduler.schedule()
         if plan is not None:
             self.num_device_starts += sum(row.start == ON_DEVICE and row.num_samples > 1 for row in rows_of(plan))
-            self.in_flight.append((plan, self.runner.launch([plan])))
+            self.runner.launch([plan])
+            self.in_flight.append(plan)
         if self.in_flight and (plan is None or len(self.in_flight) >= self.depth):
-            plan, handle = self.in_flight.pop(0)
-            tokens = self.runner.collect(handle)[0].tokens
+            plan = self.in_flight.pop(0)
+            tokens = self.runner.collect()[0].tokens
             self.num_kept += sum(len(some) - 1 for some in tokens if some)
             self.scheduler.complete(plan, tokens)
 

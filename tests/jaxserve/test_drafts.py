@@ -66,7 +66,7 @@ def test_a_row_samples_after_its_token_and_each_draft() -> None:
     plan = scheduled(scheduler)
     assert rows_of(plan) == [Row(sequence.slot, 5, [100, 101, 102, 103], 4)]
     completion = scheduler.complete(plan, [[101, 102, 7]])
-    assert (completion.sampled, completion.num_tokens) == ([sequence], 3)
+    assert (completion.sampled, completion.num_new_tokens) == ([sequence], 3)
     assert sequence.token_ids[-3:] == [101, 102, 7]
     assert sequence.token_ids[5:] == [100, 101, 102, 7] and (sequence.num_computed, sequence.num_pending) == (8, 0)
     assert rows_of(scheduled(scheduler)) == [Row(sequence.slot, 8, [7, 104, 105, 106], 4)]
@@ -110,9 +110,11 @@ def test_rows_with_drafts_follow_those_of_one_token() -> None:
     assert [(row.slot, row.num_samples) for row in rows_of(plan)] == [(b, 1), (d, 1), (a, 2), (c, 2)]
     assert list(plan.first_samples) == [0, 1, 2, 4]
     completion = scheduler.complete(plan, [[5], [6], [1, 8], [9]])
-    assert [name_of(one) for one in completion.sampled] == [name_of(one) for one in completion.rows] == list("bdac")
-    assert [one.token_ids[6:] for one in completion.rows] == [[5], [6], [1, 8], [9]]
-    assert list(completion.plan.first_samples) == [0, 1, 2, 4] and completion.num_tokens == 5
+    assert (
+        [name_of(one) for one in completion.sampled] == [name_of(one) for one in completion.sequences] == list("bdac")
+    )
+    assert [one.token_ids[6:] for one in completion.sequences] == [[5], [6], [1, 8], [9]]
+    assert list(completion.plan.first_samples) == [0, 1, 2, 4] and completion.num_new_tokens == 5
 
 
 def test_drafts_take_the_tokens_that_prompts_leave() -> None:
@@ -155,7 +157,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_sequence() -> None:
     sequence = add(scheduler, "a", stop_ids={102: 102})
     start(scheduler)
     completion = scheduler.complete(scheduled(scheduler), [[101, 102, 103, 104]])
-    assert (completion.sampled, completion.num_tokens) == ([sequence], 2)
+    assert (completion.sampled, completion.num_new_tokens) == ([sequence], 2)
     assert sequence.token_ids[-2:] == [101, 102]
     assert (sequence.finish_reason, sequence.stop_reason, sequence.token_ids[5:]) == ("stop", 102, [100, 101, 102])
     assert scheduler.allocator.num_free == scheduler.allocator.num_pages
@@ -179,7 +181,7 @@ def test_a_stop_string_among_accepted_drafts_ends_the_sequence() -> None:
         start(scheduler)
         assert text.num_pushed == 1
         completion = scheduler.complete(scheduled(scheduler), [accepted], now=3.0)
-        assert (completion.sampled, completion.finished, completion.num_tokens) == ([sequence], [sequence], 1)
+        assert (completion.sampled, completion.finished, completion.num_new_tokens) == ([sequence], [sequence], 1)
         assert (sequence.finish_reason, sequence.stop_reason) == ("stop", STOP_STRING)
         assert sequence.token_ids[5:] == [100, 101]
         assert scheduler.allocator.num_free == scheduler.allocator.num_pages

@@ -15,9 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from checkpoints import open_checkpoint
 from checkpoints.quantized.gguf_architectures import ARCHITECTURES
-from checkpoints.quantized.gguf_blocks import UNPACK
 from checkpoints.quantized.gguf_types import TYPES
-from checkpoints.quantized.planes import Planes
 from checkpoints.tensor_info import whole_index
 from jaxserve import LLM, SamplingParams
 from jaxserve.api.config import EngineConfig
@@ -28,6 +26,7 @@ from jaxserve.lab.plan.plan import read_model
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.models.loading import read_model_config
 from jaxserve.text.gguf_tokenizer import load_model_tokenizer
+from tests.checkpoints.quantized.test_gguf_blocks import decode as decoded
 from tests.gguf_files import plain, write_gguf
 from tests.gguf_models import llama_name, metadata_of, random_store, store_q8_0, to_gguf
 from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint
@@ -370,13 +369,6 @@ def test_a_trained_model_in_three_files_tells_the_same_story(stories_model: Path
 
 
 PROMPTS = [{"prompt_token_ids": [3, 17, 40, 8, 25]}, {"prompt_token_ids": [9, 9, 31]}]
-
-
-def decoded(name: str, blocks: np.ndarray) -> np.ndarray:
-    """Return the weights of blocks; ``test_gguf_blocks`` compares them with those of the package ``gguf``."""
-    found = UNPACK[name](blocks)
-    groups = np.arange(found.codes.shape[1]) // (found.codes.shape[1] // found.scales.shape[1])
-    return Planes(found.codes, found.scales, None, found.biases, found.table, columns=groups).decode()
 
 
 def kinds(**names: str) -> dict[str, tuple[str, int, int, int]]:

@@ -61,3 +61,12 @@ def test_layers_share_only_what_they_may(kinds: list[tuple[KVSpec, int | None]],
         assert layout.pools[place.pool] == spec.pool
         assert place.first_page in range(0, 4 * layout.counts[place.pool], 4)
     assert len(set(layout.layer_indices)) == len(specs), "layers of one table never share pools"
+
+
+def test_a_layer_that_reads_another_has_its_pages() -> None:
+    wide, narrow = KVSpec(4, 2, 16, "float32", None), KVSpec(4, 2, 8, "float32", 16)
+    specs = [narrow, wide, narrow._replace(reads=0), wide._replace(reads=1), narrow._replace(reads=0)]
+    found = lay_out_kv(specs)
+    assert found.layer_indices[2] == found.layer_indices[4] == found.layer_indices[0]
+    assert found.layer_indices[3] == found.layer_indices[1] != found.layer_indices[0]
+    assert len(found.pools) == 2 and sorted(map(str, found.windows)) == ["16", "None"]

@@ -359,7 +359,7 @@ def decode(
     """A decoder layer's output for one prompt."""
     length = len(x)
     rotation = rope_cos_sin(config.rope, jnp.arange(length), jnp.full(length, length))
-    inputs = AttentionInputs(one_row(length), jnp.int32(length), (rotation,))
+    inputs = AttentionInputs(one_row(length), jnp.int32(length), jnp.arange(length), (rotation,))
     pools = tuple(jnp.zeros(spec.shape) for spec in kernel.pool_specs(3, 8, config.num_kv_heads, config.head_dim))
     settings = AttentionSettings(kernel, 8, decode_only=False, row_tile=tile)
     return layer(jnp.asarray(x), (pools[0], pools[1]), inputs, settings)[0]

@@ -12,8 +12,8 @@ from jaxserve.api.request import Request
 from jaxserve.engine.metrics import FINISH_REASONS, EngineMetrics
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.plan_draft import Completion
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step import Step
 
 # vLLM's names (v1/metrics/loggers.py) that mean the same here.
 OF_VLLM = (
@@ -50,12 +50,12 @@ def step(metrics: EngineMetrics, now: float, *rows: tuple[RequestState, int]) ->
             previous_s.append(sequence.last_token_s)
         else:
             first.append(sequence)
+            sequence.first_token_s = now
+            started += [] if sequence.index else [request]
         sequence.last_token_s = now
-        if request.first_token_s is None:
-            request.first_token_s = now
-            started.append(request)
-    completion = Completion(StepPlan(0), sampled, sampled, first, previous_s, len(rows), [], [], [])
-    metrics.stepped(completion, now, started, ())
+    done = Step(StepPlan(0), [], 9, 9, 9, sampled, completed_s=now)
+    done.started, done.previous_s, done.num_new_tokens = first, previous_s, len(rows)
+    metrics.stepped(done, started, ())
 
 
 def finish(metrics: EngineMetrics, request: RequestState, *reasons: Any) -> None:

@@ -2,11 +2,9 @@
 
 import collections
 import random
-from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jaxserve.device.runner_interface import StepResult
@@ -48,28 +46,19 @@ class StagedRunner:
     def __init__(self, devices: list[Device] | list[Timing]):
         self.devices = devices
         self.plans: list[list[StepPlan]] = []
-        self.results: dict[int, list[list[list[int]]]] = {}
+        self.results = collections.deque[list[list[list[int]]]]()
         self.most_launched = 0
 
-    def launch(self, plans: Items[StepPlan]) -> int:
+    def launch(self, plans: Items[StepPlan]) -> None:
         """See ``Runner``."""
         assert len({plan.number for plan in plans if rows_of(plan)}) == 1, "lanes number their steps alike"
         self.plans.append([*plans])
-        self.results[len(self.plans)] = [device.run(plan) for device, plan in zip(self.devices, plans, strict=True)]
+        self.results.append([device.run(plan) for device, plan in zip(self.devices, plans, strict=True)])
         self.most_launched = max(self.most_launched, len(self.results))
-        return len(self.plans)
 
-    def collect(self, handle: int) -> list[StepResult]:
+    def collect(self) -> list[StepResult]:
         """See ``Runner``."""
-        assert handle == min(self.results), "steps are collected in order"
-        return [StepResult(tokens, None, None) for tokens in self.results.pop(handle)]
-
-    def weights(self) -> dict[str, np.ndarray]:
-        """None."""
-        return {}
-
-    def set_weights(self, weights: Mapping[str, np.ndarray]) -> None:
-        """None are accepted."""
+        return [StepResult(tokens, None, None) for tokens in self.results.popleft()]
 
     def reset(self) -> None:
         """No launch is interrupted."""

@@ -7,6 +7,7 @@ from checkpoints.quantized.registry import DESCRIPTIONS, FORMATS
 from jaxserve.cli import main
 from jaxserve.lab.models import gguf_names
 from jaxserve.models.registry import FAMILIES
+from jaxserve.models.text_half import TEXT_HALVES
 from scripts.make_model_docs import ROOT, SECTIONS, updated
 
 
@@ -19,7 +20,7 @@ def test_the_documents_are_current() -> None:
 def test_every_format_and_architecture_is_described() -> None:
     described = [method for each in DESCRIPTIONS for method in each.methods]
     assert sorted(described) == sorted([*FORMATS, "auto-round"])
-    assert set(gguf_names()) == set(FAMILIES) and set(gguf_names().values()) - {"-"} == set(ARCHITECTURES)
+    assert {*gguf_names()} == {*FAMILIES, *TEXT_HALVES} and set(gguf_names().values()) - {"-"} == set(ARCHITECTURES)
 
 
 def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:

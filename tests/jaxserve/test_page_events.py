@@ -238,14 +238,14 @@ class Events:
             self.counts["accepted"] += max(len(new) - 1, 0)
             self.counts["rejected"] += row.num_samples - len(new)
             self.counts["device start"] += row.start == ON_DEVICE and row.num_samples > 1
-        for sequence, new in zip(completion.rows, tokens, strict=True):
+        for sequence, new in zip(completion.sequences, tokens, strict=True):
             kept = sequence.token_ids[before[sequence] :]
             assert kept == new[: len(kept)] and bool(kept) == (sequence in completion.sampled)
             self.counts["cut"] += 0 < len(kept) < len(new)
             if sequence in completion.finished and sequence.stop_reason == STOP_STRING:
                 self.counts["stop strings"] += 1
                 self.counts["in flight"] += sequence.num_pending > 0
-        assert completion.num_tokens == sum(len(one.token_ids) - before[one] for one in completion.sampled)
+        assert completion.num_new_tokens == sum(len(one.token_ids) - before[one] for one in completion.sampled)
 
     def check(self) -> None:
         """Pages hold what their owners and the cache say, and have as many holders as owners."""

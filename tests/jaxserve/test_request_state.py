@@ -16,8 +16,8 @@ from jaxserve.api.request import Request
 from jaxserve.engine.request_state import RequestState, Sample, logprob_entry, sample_entry
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.endings import Ending, find_stop_string
-from jaxserve.scheduling.plan_draft import ScoredChunk
 from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.step import ScoredChunk
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -65,12 +65,11 @@ def give(
     request: RequestState, *tokens: tuple[int, int], now: float = 3.0, scores: TokenLogprobs | None = None
 ) -> None:
     """One step in which samples, by their index, get a token each; they end as the scheduler would end them."""
-    request.first_token_s = request.first_token_s or now
     for row, (index, token) in enumerate(tokens):
         sample = request.samples[index]
         sequence = sample.sequence
         sequence.token_ids.append(token)
-        sequence.last_token_s = now
+        sequence.first_token_s, sequence.last_token_s = sequence.first_token_s or now, now
         ending = Ending("stop", sequence.stop_ids[token]) if token in sequence.stop_ids else None
         if sequence.stop_strings is not None:
             ending = find_stop_string(sequence, 1, ending)
@@ -161,6 +160,23 @@ def test_a_delta_holds_what_is_new_and_leaves_out_samples_without_news(byte_leve
     assert output is not None and output.finished
     assert [(one.index, one.finish_reason) for one in output.outputs] == [(1, "abort")]
     assert request.next_output() is None
+
+
+def test_an_interval_holds_tokens_back_but_for_the_first_and_the_last(byte_level: Tokenizer) -> None:
+    request = make_request(byte_level, SamplingParams(output_kind=DELTA))
+    for sample in request.samples:
+        sample.sequence.request = dataclasses.replace(request.request, stream_interval=3)
+    tokens = byte_level.encode("abcdefghi")
+    found: list[list[int]] = []
+    for token in tokens:
+        give(request, (0, token))
+        output = request.next_output()
+        if output is not None:
+            found.append(output.outputs[0].token_ids)
+    end(request)
+    output = request.next_output()
+    assert output is not None
+    assert [*found, output.outputs[0].token_ids] == [tokens[:1], tokens[1:4], tokens[4:7], tokens[7:]]
 
 
 def test_a_whole_output_can_be_had_beside_deltas(byte_level: Tokenizer) -> None:

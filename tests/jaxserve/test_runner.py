@@ -18,6 +18,7 @@ from jaxserve.device.stage import Stage, step_keys
 from jaxserve.device.state_updates import COPY_CAPACITY, copy_arrays
 from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, PageGrant, Sampling, SlotMask, SlotSetup, StepPlan
 from tests.plan_rows import Row, decode_rows, make_plan
+from tests.runners import run_step
 from tests.sampler_rows import mask_of
 from tests.tiny_programs import make_program, make_runner, random_params, tiny_config
 
@@ -76,7 +77,7 @@ class Driver:
 
     def _run(self, plan: StepPlan, slots: list[int]) -> StepResult:
         self.number += 1
-        result = self.runner.collect(self.runner.launch([plan]))[0]
+        result = run_step(self.runner, plan)
         for slot, tokens in zip(slots, result.tokens, strict=True):
             self.texts[slot] += tokens
         return result
@@ -144,8 +145,8 @@ def test_a_decode_row_of_a_known_token_is_not_counted_twice() -> None:
     whole.start({0: (sampling, text)}, len(PROMPT))
     setup = SlotSetup(0, sampling, 30, text, len(PROMPT))
     grant = PageGrant(0, 0, [0, 1, 2, 3])
-    parts.runner.collect(parts.runner.launch([make_plan(0, [setup], [grant], [Row(0, 0, text[:-1], 0)])]))
-    last = parts.runner.collect(parts.runner.launch([make_plan(1, [], [], decode_rows([0], [len(text) - 1], [6]))]))[0]
+    run_step(parts.runner, make_plan(0, [setup], [grant], [Row(0, 0, text[:-1], 0)]))
+    last = run_step(parts.runner, make_plan(1, [], [], decode_rows([0], [len(text) - 1], [6])))
     assert last.tokens == [whole.texts[0][-1:]]
     parts.texts[0] = [*text, *last.tokens[0]]
     for _ in range(4):
@@ -171,7 +172,7 @@ def test_steps_whose_rows_go_on_are_as_those_made_anew() -> None:
             grants = [PageGrant(1, 3, [7])] if number == 3 else []
             plan = make_plan(1 + number, [], grants, [Row(slot, ON_DEVICE, [ON_DEVICE], 1) for slot in range(3)])
             plan.same_rows_as = 1 if shares and number else None
-            tokens.append(driver.runner.collect(driver.runner.launch([plan]))[0].tokens)
+            tokens.append(run_step(driver.runner, plan).tokens)
             inputs.append(driver.runner._inputs[-1])
         driver.runner.close()
         found.append(tokens)
@@ -338,7 +339,7 @@ def test_a_processor_without_arguments_applies_to_every_row() -> None:
     stage = compiled_stage(1, (Always(),))
     runner = make_runner(stage)
     plan = make_plan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [3])], decode_rows([0], [0], [5]))
-    assert runner.collect(runner.launch([plan]))[0].tokens == [[13]]
+    assert run_step(runner, plan).tokens == [[13]]
     runner.close()
 
 
@@ -450,7 +451,7 @@ def test_page_copies_move_the_pages_asked(tensor: int, num_copies: int) -> None:
     copies = [PageCopy(*pair) for pair in zip(pages[:num_copies], pages[num_copies:], strict=True)]
     written = copies[0].source  # the step's own token goes to the page just copied from
     plan = make_plan(0, [SlotSetup(0, Sampling(), 9)], [PageGrant(0, 0, [written])], decode_rows([0], [0], [5]), copies)
-    runner.collect(runner.launch([plan]))
+    run_step(runner, plan)
     untouched = [page for page in range(NUM_PAGES + 1) if page not in (written, *(copy.target for copy in copies))]
     for old, new in zip(before, pool_pages(runner), strict=True):
         for source, target in copies:
@@ -467,44 +468,3 @@ def test_copies_beyond_a_call() -> None:
     assert [sources.shape for sources, _ in calls] == [(COPY_CAPACITY,)] * 2
     pairs = [pair for sources, targets in calls for pair in zip(sources.tolist(), targets.tolist(), strict=True)]
     assert [pair for pair in pairs if pair[1] < 202] == copies
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_runner_takes_the_weights_of_another(tensor: int) -> None:
-    """All or some, also while a step is in flight, which runs with those before."""
-    texts = {0: (Sampling(num_logprobs=VOCAB_SIZE), PROMPT)}
-    program = compiled_stage(tensor).model
-    first, second = Driver(tensor), Driver(tensor, random_params(program, seed=1))
-    expected = first.start(texts)
-    other = second.start(texts)
-    names = [*first.runner.weights()]
-    assert names == [*program.abstract_model.params]
-    plan = make_plan(9, [], [], [Row(0, 0, PROMPT, 1)])
-    handle = second.runner.launch([plan])
-    weights = first.runner.weights()
-    half = len(names) // 2
-    second.runner.set_weights({name: weights[name] for name in names[:half]})
-    np.testing.assert_array_equal(second.runner.weights()[names[0]], weights[names[0]])
-    mixed = second.runner.collect(second.runner.launch([plan]))[0]
-    second.runner.set_weights({name: weights[name] for name in names[half:]})
-    jax.tree.map(np.testing.assert_array_equal, second.runner.collect(handle)[0], other)
-    jax.tree.map(np.testing.assert_array_equal, second.runner.collect(second.runner.launch([plan]))[0], expected)
-    assert not np.array_equal(raw_logprobs(mixed, 0), raw_logprobs(other, 0))
-    assert not np.array_equal(raw_logprobs(mixed, 0), raw_logprobs(expected, 0))
-    for driver in (first, second):
-        driver.runner.close()
-
-
-def test_weights_that_do_not_fit_replace_none() -> None:
-    driver = Driver()
-    before = driver.runner.weights()
-    name, array = next(iter(before.items()))
-    for wrong, message in (
-        ({"layers.9.more": array}, "the model has no parameter 'layers.9.more'"),
-        ({name: array[1:]}, rf"expected float32\[.*\] for {name}, got float32\[{len(array) - 1}"),
-        ({name: array.astype(np.float64)}, f"expected float32.* for {name}, got float64"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            driver.runner.set_weights({other: np.zeros_like(values) for other, values in before.items()} | wrong)
-    jax.tree.map(np.testing.assert_array_equal, driver.runner.weights(), before)
-    driver.runner.close()

@@ -22,6 +22,7 @@ from jaxserve.engine.metrics import CompileCounter
 from jaxserve.sampling.sampler import VARIANTS
 from jaxserve.scheduling.plan import PageGrant, Sampling, SlotMask, SlotSetup, StepPlan
 from tests.plan_rows import Row, decode_rows, make_plan
+from tests.runners import run_step
 from tests.sampler_rows import mask_of
 from tests.tiny_programs import make_program, make_runner, tiny_config
 
@@ -91,7 +92,7 @@ def test_nothing_compiles_behind_the_start(stage: Stage) -> None:
 
 
 def run(runner: LocalRunner, plan: StepPlan) -> StepResult:
-    return runner.collect(runner.launch([plan]))[0]
+    return run_step(runner, plan)
 
 
 def test_memory_of_a_step_includes_what_its_programs_hand_on(stage: Stage) -> None:

@@ -15,12 +15,14 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_hidden, trace_step
-from jaxserve.models.stage_balance import LayerCost, balanced_stages
+from jaxserve.layers.kv_layout import KVSpec
+from jaxserve.models.stage_balance import LayerCost, allowed_cuts, balanced_stages, check_cuts
 from jaxserve.models.stages import StageLayers, stages_of
 from sharding.plan import count_collectives
 from tests.jaxserve.test_lanes import CONFIG as SPARSE
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, answers_alone, outcome, scores
 from tests.random_checkpoint import write_checkpoint, write_checkpoint_with_tokenizer
+from tests.runners import weights_of
 from tests.tiny_programs import make_program, tiny_config
 
 TILES = {"kernels": "xla", "deterministic": True}
@@ -153,23 +155,16 @@ def test_experts_in_stages(settings: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_weights_have_the_names_of_the_whole_model(llm: LLM) -> None:
-    """They can be read and replaced, in every stage that holds them."""
+    """In every stage that holds them."""
     with LLM("demo", **SETTINGS, **kernels_of(llm)) as one:
-        whole = one.engine.replicas[0].runner.weights()
+        whole = weights_of(one.engine.replicas[0].runner)
     runner = llm.engine.replicas[0].runner
-    held = runner.weights()
+    held = weights_of(runner)
     assert held.keys() == whole.keys()
     if llm.plan.models[0].mesh.size > 1:
         return  # in another order of rows
     for name, array in held.items():
         np.testing.assert_array_equal(array, whole[name], err_msg=name)
-    name = next(name for name in whole if name.startswith("layers.3.") and name.endswith("norm.weight"))
-    runner.set_weights({name: 2 * whole[name], "embed.weight": 3 * whole["embed.weight"]})
-    np.testing.assert_array_equal(runner.weights()[name], 2 * whole[name])
-    np.testing.assert_array_equal(runner.weights()["embed.weight"], 3 * whole["embed.weight"])
-    with pytest.raises(ValueError, match="the model has no parameter 'layers.4"):
-        runner.set_weights({"layers.4.attention_norm.weight": whole[name]})
-    runner.set_weights({name: whole[name], "embed.weight": whole["embed.weight"]})
 
 
 # ---------------------------------------------------------------- plans
@@ -291,6 +286,19 @@ def test_equal_layers_without_a_head_are_divided_evenly() -> None:
     assert [len(stage.layers) for stage in found] == [3, 3, 2]
     assert [stage.is_first for stage in found] == [True, False, False]
     assert [stage.is_last for stage in found] == [False, False, True]
+
+
+def test_a_stage_does_not_separate_a_layer_from_the_one_whose_pages_it_reads() -> None:
+    own = KVSpec(4, 2, 8, "float32", None)
+    specs = [own] * 4 + [own._replace(reads=2), own._replace(reads=3)]
+    assert allowed_cuts(specs) == [1, 2]
+    nothing = LayerCost(0, 0)
+    found = balanced_stages([LayerCost(1, 1)] * 6, 2, nothing, nothing, allowed_cuts(specs))
+    assert [len(stage.layers) for stage in found] == [2, 4]
+    with pytest.raises(ConfigError, match="begin only with layer 1, 2; use at most 3 stages"):
+        balanced_stages([LayerCost(1, 1)] * 6, 4, nothing, nothing, allowed_cuts(specs))
+    with pytest.raises(ConfigError, match="may not begin with layer 3: .* it may begin with: 1, 2"):
+        check_cuts(stages_of([3, 3]), specs)
 
 
 def test_a_real_model_is_divided(shared_data: Path) -> None:

@@ -277,15 +277,16 @@ def run_requests(
     results, pending = [], []
 
     def read() -> None:
-        plan, handle = pending.pop(0)
-        (result,) = runner.collect(handle)
+        plan = pending.pop(0)
+        (result,) = runner.collect()
         results.append(result)
         for row, new in zip(rows_of(plan), result.tokens, strict=True):
             assert len(new) == row.num_samples
             tokens[row.slot] += new
 
     def launch(plan: StepPlan) -> None:
-        pending.append((plan, runner.launch([plan])))
+        runner.launch([plan])
+        pending.append(plan)
         while len(pending) >= in_flight:
             read()
 
@@ -389,7 +390,8 @@ def run_lanes(delays: list[int], platform: str, logits: str = "gathered", **layo
     results: list[list[StepResult]] = [[] for _ in delays]
     for step in range(len(plans) + max(delays)):
         taken = [plans[step - delay] if 0 <= step - delay < len(plans) else nothing for delay in delays]
-        for lane, (plan, result) in enumerate(zip(taken, runner.collect(runner.launch(taken)), strict=True)):
+        runner.launch(taken)
+        for lane, (plan, result) in enumerate(zip(taken, runner.collect(), strict=True)):
             results[lane] += [] if plan is nothing else [result]
             assert plan is not nothing or result.tokens == []
     runner.close()

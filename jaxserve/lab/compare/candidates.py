@@ -15,7 +15,6 @@ from jaxserve.lab.devices import Device
 from jaxserve.lab.plan.plan import plan_config, read_model
 from jaxserve.lab.plan.planned import Plan
 from jaxserve.layers.model_config import ModelConfig
-from jaxserve.models.sparse_decoder import SparseConfig
 from pallas_kernels.registry import UnsupportedKernelError
 from sharding import LAYOUTS, MESH_AXES, LayoutError, ShardingLayout, get_layout
 
@@ -157,7 +156,7 @@ def _meaning(config: EngineConfig, model: ModelConfig) -> object:
     for a dense model, without rules for experts."""
     sizes = dict(zip(map(str, MESH_AXES), mesh_shape_of(config, model).sizes, strict=True))
     layout = choose_layout(config, model)
-    is_dense = not isinstance(model, SparseConfig)
+    is_dense = not model.has_experts
     rules = {
         logical: axis
         for logical, axis in layout.rules.items()

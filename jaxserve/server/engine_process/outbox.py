@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.api.errors import SHUT_DOWN, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
 from jaxserve.api.outputs import RequestOutput
+from jaxserve.engine.stream import Content
 from jaxserve.server.wire import (
     MAX_FROM_ENGINE_BYTES,
     FrameError,
@@ -42,7 +43,7 @@ class SocketSink:
         request_id: The request's name.
         on_end: Called with the sink once it takes nothing more; on any thread.
         is_silent: Set once the client has disconnected, or its outputs cannot be sent.
-        has_prompt: Whether an output with the prompt has been added.
+        has_prompt: Whether an output with the prompt has been taken.
     """
 
     readers: "Outbox"
@@ -57,16 +58,17 @@ class SocketSink:
         """Whether the outbox has room for more outputs."""
         return not self.readers.is_full
 
-    def put(self, content: RequestOutput | BaseException) -> None:
-        """Add an output or an error to the outbox; only the first output has the prompt. On any thread."""
+    def sendable(self, content: Content) -> RequestOutput | JaxserveError:
+        """Return an output or an error as it is sent: only the first output has the prompt. On any thread."""
         if isinstance(content, BaseException):
-            content = sendable_error(own_error(content, f"request {self.request_id}"))
-        elif self.has_prompt:
+            self.on_end(self)
+            return sendable_error(own_error(content, f"request {self.request_id}"))
+        if self.has_prompt:
             content.prompt, content.prompt_token_ids = None, []
         self.has_prompt = True
-        self.readers.add(self, content)
-        if isinstance(content, JaxserveError) or content.finished:
+        if content.finished:
             self.on_end(self)
+        return content
 
     def silence(self) -> None:
         """Send nothing more. On any thread."""
@@ -93,7 +95,7 @@ class _Waiting(NamedTuple):
 
 
 class Outbox:
-    """Gathers the outputs of a step from its sinks, and sends them as one frame.
+    """Sends the outputs of a step as one frame.
 
     If the front end does not read, outputs wait here up to a limit. Beyond it tokens stay in the requests until these
     have finished.
@@ -106,12 +108,11 @@ class Outbox:
     def __init__(self, connection: socket.socket, limit_bytes: int = LIMIT_BYTES):
         self._connection = connection
         self._limit_bytes = limit_bytes
-        self._step: collections.deque[_Waiting] = collections.deque()
         self._waiting: collections.deque[_Waiting] = collections.deque()
         self._num_waiting_bytes = 0
         self._is_closing = False
         self._is_broken = False
-        self._changed = threading.Condition()  # of all the above but the first
+        self._changed = threading.Condition()  # of all the above
         self._thread = threading.Thread(target=self._run, name="jaxserve-outbox", daemon=True)
         self._thread.start()
 
@@ -120,18 +121,14 @@ class Outbox:
         """Whether so much waits that unfinished requests must make no more outputs."""
         return self._num_waiting_bytes > self._limit_bytes
 
-    def add(self, sink: SocketSink, content: RequestOutput | JaxserveError) -> None:
-        """Add an output or an error, which the next ``wake`` sends. On any thread."""
-        self._step.append(_Waiting(content, sink, _estimate_bytes(content)))
-
-    def wake(self, sinks: Sequence[Any]) -> None:
-        """Send the outputs that were added. On any thread."""
-        del sinks
-        self._put(self._step)
+    def take(self, contents: Sequence[tuple[SocketSink, Content]]) -> None:
+        """See ``Readers``."""
+        sendable = [(sink, sink.sendable(content)) for sink, content in contents]
+        self._put([_Waiting(content, sink, _estimate_bytes(content)) for sink, content in sendable])
 
     def send(self, message: FromEngine) -> None:
         """Send another message. On any thread."""
-        self._put(collections.deque([_Waiting(message)]))
+        self._put([_Waiting(message)])
 
     def send_heartbeat(self) -> None:
         """Send a heartbeat, unless another message waits, which does as well. On any thread."""
@@ -145,14 +142,12 @@ class Outbox:
             self._changed.notify()
         self._thread.join(timeout_s)
 
-    def _put(self, added: collections.deque[_Waiting]) -> None:
-        """Move messages to those that wait; drop them once the connection has ended."""
+    def _put(self, added: Sequence[_Waiting]) -> None:
+        """Add messages to those that wait; drop them once the connection has ended."""
         with self._changed:
-            while added:
-                one = added.popleft()
-                if not self._is_broken:
-                    self._waiting.append(one)
-                    self._num_waiting_bytes += one.num_bytes
+            if not self._is_broken:
+                self._waiting += added
+                self._num_waiting_bytes += sum(one.num_bytes for one in added)
             self._changed.notify()
 
     def _take(self) -> list[_Waiting]:

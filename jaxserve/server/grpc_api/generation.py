@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxserve.api.errors import DeadlineError, EngineDeadError, RequestError
 from jaxserve.api.field_checks import token_ids
-from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.parsers import MessageDelta
@@ -50,14 +50,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if interval < 1:
             message = f"stream_interval must be at least 1, got {interval}"
             raise RequestError(message, parameter="stream_interval", value=interval)
-        entry, parser = self._read_request(request.request, RequestOutputKind.DELTA, context.time_remaining())
-        writer = _ResponseWriter(parser, entry, request.request.return_prompt, interval)
+        entry, parser = self._read_request(
+            request.request, RequestOutputKind.DELTA, context.time_remaining(), stream_interval=interval
+        )
+        writer = _ResponseWriter(parser, entry, request.request.return_prompt)
         limit_s = self._frontend.config.stall_timeout or None
         async with self._outputs(entry, context) as outputs:
             async for output in outputs:
                 response = generation_pb2.StreamGenerateResponse(request_id=CURRENT_CALL.get().request_id)
-                if not await write_output(output, writer.write, output, response):
-                    continue
+                await write_output(output, writer.write, output, response)
                 try:
                     async with asyncio.timeout(limit_s):
                         await context.write(response)
@@ -74,7 +75,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 yield outputs
 
     def _read_request(
-        self, message: generation_pb2.GenerateRequest, kind: RequestOutputKind, timeout_s: float | None
+        self,
+        message: generation_pb2.GenerateRequest,
+        kind: RequestOutputKind,
+        timeout_s: float | None,
+        stream_interval: int = 1,
     ) -> tuple[RequestEntry, CompletionParser | None]:
         """Return the entry of a request, and the parser of a conversation's completions.
 
@@ -82,6 +87,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             message: The client's request.
             kind: Whether outputs are whole or deltas.
             timeout_s: Seconds until the call's deadline; None for none.
+            stream_interval: As in ``Request``.
 
         Raises:
             UnavailableError: The engine is not ready.
@@ -97,7 +103,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         found: dict[str, Any] = {name: getattr(message, name) for name in names if message.HasField(name)}
         caller, found["request_id"] = CURRENT_CALL.get().caller, CURRENT_CALL.get().request_id
         given = {**given_fields(message.sampling_params), "output_kind": kind}
-        found |= {"timeout_s": timeout_s, "is_strict_length": "max_tokens" in given}
+        found |= {"timeout_s": timeout_s, "is_strict_length": "max_tokens" in given, "stream_interval": stream_interval}
         if prompt == "messages":
             chat, parser = chat_request(frontend, conversation_fields(message.messages), given, **found)
             return frontend.entry(caller, chat), parser
@@ -155,54 +161,35 @@ class _ResponseWriter:
         parser: Parses the completions of a conversation; None for other prompts.
         entry: Has counted the tokens of the outputs that are written.
         returns_prompt: Whether to return the prompt's token ids and text.
-        interval: Least number of tokens of a completion in a message, except in its first and its last.
     """
 
-    def __init__(self, parser: CompletionParser | None, entry: RequestEntry, returns_prompt: bool, interval: int = 1):
+    def __init__(self, parser: CompletionParser | None, entry: RequestEntry, returns_prompt: bool):
         self._parser = parser
         self._entry = entry
         self._returns_prompt = returns_prompt
-        self._interval = interval
-        self._held: dict[int, CompletionOutput] = {}
-        self._begun: set[int] = set()
         self._is_begun = False
 
     def write(
         self, output: RequestOutput, response: generation_pb2.GenerateResponse | generation_pb2.StreamGenerateResponse
-    ) -> bool:
-        """Write an output, whole or a delta; return whether the response must be sent now."""
-        is_first, self._is_begun = not self._is_begun, True
-        if is_first:
+    ) -> None:
+        """Write an output, whole or a delta."""
+        if not self._is_begun:
+            self._is_begun = True
             response.prompt.CopyFrom(prompt_to_proto(output, with_tokens=self._returns_prompt))
             if self._parser is not None:
                 self._parser.begin(self._entry.request, output.prompt)
         for completion in output.outputs:
-            due = self._due(completion)
-            if due is not None:
-                written = completion_to_proto(due)
-                if self._parser is not None:
-                    delta = self._parser.feed(due.index, due.text, is_end=due.finish_reason is not None)
-                    if delta:
-                        written.message.CopyFrom(_delta_message(delta))
-                response.completions.append(written)
+            written = completion_to_proto(completion)
+            if self._parser is not None:
+                is_end = completion.finish_reason is not None
+                delta = self._parser.feed(completion.index, completion.text, is_end=is_end)
+                if delta:
+                    written.message.CopyFrom(_delta_message(delta))
+            response.completions.append(written)
         if output.finished:
             response.usage.prompt_tokens = self._entry.num_prompt_tokens or 0
             response.usage.completion_tokens = self._entry.num_generated.total()
             response.usage.cached_tokens = self._entry.num_cached_tokens
-        return is_first or output.finished or bool(response.completions)
-
-    def _due(self, new: CompletionOutput) -> CompletionOutput | None:
-        """Return a delta together with those held back before it; None if all of it is to be held back."""
-        due = self._held.pop(new.index, None)
-        if due is None:
-            due = new
-        else:
-            due.extend(new)
-        if new.finish_reason is None and new.index in self._begun and len(due.token_ids) < self._interval:
-            self._held[new.index] = due
-            return None
-        self._begun.add(new.index)
-        return due
 
 
 def _delta_message(delta: MessageDelta) -> chat_pb2.ParsedMessage:

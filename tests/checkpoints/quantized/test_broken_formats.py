@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoints.quantized import awq, gguf_blocks, gptq, planes
+from checkpoints.quantized import awq, gptq, planes
 from checkpoints.quantized.gguf import RenamedReader
 from checkpoints.quantized.planes import Planes
 from checkpoints.quantized.reader import QuantizedReader
@@ -53,8 +53,8 @@ def test_nibbles_of_awq_in_plain_order(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4"])
 def test_swapped_nibbles_of_blocks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = gguf_blocks._fields
-    monkeypatch.setattr(gguf_blocks, "_fields", lambda data, *sizes: fields(data >> 4 | data << 4, *sizes))
+    fields = planes.bit_fields
+    monkeypatch.setattr(planes, "bit_fields", lambda data, *sizes: fields(data >> 4 | data << 4, *sizes))
     with pytest.raises(AssertionError):
         compare_blocks(kind)
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from safetensors.numpy import save_file
 from checkpoints import open_checkpoint
 from checkpoints.quantized.reader import QuantizedReader
 from checkpoints.tensor_info import whole_index
+from jaxserve.models.loading import decode
 from tests.quantized_cases import CASES, Case
 from tests.quantized_files import quantize
 
@@ -49,9 +51,10 @@ def test_boxes_are_those_of_the_whole_and_equal_their_planes(
         return st.tuples(st.integers(0, length), st.integers(0, length)).map(lambda pair: (min(pair), max(pair)))
 
     @settings(max_examples=25)
-    @given(bounds(expected.shape[0]), bounds(expected.shape[1]))
-    def check(rows: tuple[int, int], columns: tuple[int, int]) -> None:
+    @given(bounds(expected.shape[0]), bounds(expected.shape[1]), st.sampled_from((reader.decode, decode)))
+    def check(rows: tuple[int, int], columns: tuple[int, int], decoder: Any) -> None:
         index = (slice(*rows), slice(*columns))
+        reader.decode = decoder
         box = reader.read(NAME, index)
         np.testing.assert_array_equal(box, expected[index])
         if not box.size:

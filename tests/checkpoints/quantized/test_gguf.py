@@ -13,9 +13,10 @@ from checkpoints.errors import CheckpointError
 from checkpoints.quantized.gguf_architectures import ARCHITECTURES
 from checkpoints.quantized.gguf_blocks import UNPACK
 from checkpoints.quantized.gguf_types import TYPES
-from checkpoints.quantized.planes import Planes
 from checkpoints.quantized.reader import QuantizedReader
 from checkpoints.tensor_info import whole_index
+from jaxserve.models.loading import decode
+from tests.checkpoints.quantized.test_gguf_blocks import decode as decoded
 from tests.gguf_files import Blocks, interleave, plain, random_blocks, write_gguf
 
 HEADS, KV_HEADS = 4, 2
@@ -128,13 +129,6 @@ def test_old_files_have_a_tensor_for_each_expert(tmp_path: Path) -> None:
         open_checkpoint(write_gguf(tmp_path / "dense.gguf", metadata("llama"), tensors))
 
 
-def decoded(name: str, blocks: np.ndarray) -> np.ndarray:
-    """Return the weights of blocks; ``test_gguf_blocks`` compares them with those of the package ``gguf``."""
-    found = UNPACK[name](blocks)
-    groups = np.arange(found.codes.shape[1]) // (found.codes.shape[1] // found.scales.shape[1])
-    return Planes(found.codes, found.scales, None, found.biases, found.table, columns=groups).decode()
-
-
 @pytest.mark.parametrize("kind", UNPACK)
 def test_boxes_of_blocks_are_those_of_the_whole(kind: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     number = NUMBERS[kind]
@@ -159,11 +153,13 @@ def test_boxes_of_blocks_are_those_of_the_whole(kind: str, tmp_path_factory: pyt
 
     with open_checkpoint(path) as reader:
         assert isinstance(reader, QuantizedReader) and set(reader.tensors) == set(expected)
+        decoders = (reader.decode, decode)
 
         @settings(max_examples=10, deadline=None)
-        @given(bounds(rows), bounds(columns), st.sampled_from(sorted(expected)))
-        def check(across: tuple[int, int], along: tuple[int, int], name: str) -> None:
+        @given(bounds(rows), bounds(columns), st.sampled_from(sorted(expected)), st.sampled_from(decoders))
+        def check(across: tuple[int, int], along: tuple[int, int], name: str, decoder: Any) -> None:
             index = (slice(*across), slice(*along))
+            reader.decode = decoder
             box = reader.read(name, index)
             np.testing.assert_array_equal(box, expected[name][index])
             if box.size:
@@ -172,6 +168,34 @@ def test_boxes_of_blocks_are_those_of_the_whole(kind: str, tmp_path_factory: pyt
                 np.testing.assert_array_equal(planes.decode(), box)
 
         check()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3moe", "deepseek2", "granitemoe"])
+def test_gate_and_up_of_experts_in_one_tensor(architecture: str, tmp_path: Path) -> None:
+    """Gates are the upper half of the rows, as llama.cpp's graph splits them."""
+    experts, size, columns = 3, 2, 64
+    blocks = random_blocks("Q4_0", experts * 2 * size * 2, 18, np.random.default_rng(0)).reshape(experts, 2 * size, -1)
+
+    def tensor(data: np.ndarray) -> Blocks:
+        return Blocks((*data.shape[:2], columns), NUMBERS["Q4_0"], np.ascontiguousarray(data).tobytes())
+
+    together = {"blk.1.ffn_gate_up_exps.weight": tensor(blocks)}
+    apart = {
+        "blk.1.ffn_gate_exps.weight": tensor(blocks[:, :size]),
+        "blk.1.ffn_up_exps.weight": tensor(blocks[:, size:]),
+    }
+    fields = metadata(architecture, expert_count=experts)
+    with (
+        open_checkpoint(write_gguf(tmp_path / "together.gguf", fields, together)) as found,
+        open_checkpoint(write_gguf(tmp_path / "apart.gguf", fields, apart)) as expected,
+    ):
+        assert found.tensors == expected.tensors
+        for name, info in expected.tensors.items():
+            index = whole_index(info.shape)
+            np.testing.assert_array_equal(found.read(name, index), expected.read(name, index))
+    odd = {"blk.1.ffn_gate_up_exps.weight": tensor(blocks[:, 1:])}
+    with pytest.raises(CheckpointError, match=r"shape \[3, 3, 36\], expected gate and up matrices of experts"):
+        open_checkpoint(write_gguf(tmp_path / "odd.gguf", fields, odd))
 
 
 @pytest.mark.parametrize("experts", [None, 3])

@@ -3,22 +3,20 @@
 import numpy as np
 import pytest
 
-from checkpoints.quantized.gguf_blocks import UNPACK
+from checkpoints.quantized.gguf_blocks import UNPACK, planes_of
 from checkpoints.quantized.gguf_grids import grid
 from checkpoints.quantized.gguf_types import TYPES
-from checkpoints.quantized.planes import Planes
 from tests.gguf_files import random_blocks
 
 NUMBERS = {kind.name: number for number, kind in TYPES.items()}
 
 
 def decode(name: str, blocks: np.ndarray) -> np.ndarray:
-    unpacked = UNPACK[name](blocks)
-    groups = np.arange(unpacked.codes.shape[1]) // (unpacked.codes.shape[1] // unpacked.scales.shape[1])
-    assert unpacked.codes.dtype.itemsize == 1 and unpacked.scales.dtype == np.float32
-    return Planes(
-        unpacked.codes, unpacked.scales, biases=unpacked.biases, table=unpacked.table, columns=groups
-    ).decode()
+    """Return the weights of blocks."""
+    kind = TYPES[NUMBERS[name]]
+    planes = planes_of(kind, blocks, slice(0, kind.block))
+    assert planes.unpacked.codes.dtype.itemsize == 1 and planes.scales.dtype == np.float32
+    return planes.decode()
 
 
 def test_every_type_is_a_plain_one_or_is_unpacked() -> None:

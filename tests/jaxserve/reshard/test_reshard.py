@@ -32,6 +32,7 @@ from tests.jaxserve.test_lanes import CONFIG as SPARSE
 from tests.jaxserve.test_lanes import GREEDY, SETTINGS, finish, schedulers, submit, tokens, value
 from tests.jaxserve.test_request_mix import REQUESTS, outcome
 from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint, write_checkpoint_with_tokenizer
+from tests.runners import set_weights, weights_of
 
 LITTLE: dict[str, Any] = {**SETTINGS, "compile_sizes": {"decode": [4], "mixed": [48]}}
 LONG = GREEDY.clone(max_tokens=60)
@@ -283,19 +284,19 @@ def run_one(llm: LLM, prompt: str, params: SamplingParams) -> RequestState:
 def test_nothing_stays_on_the_devices(llm: LLM) -> None:
     """The old weights and pages are freed, and replaced weights are kept."""
     runner: Any = llm.engine.replicas[0].runner
-    weights = runner.weights()
+    weights = weights_of(runner)
     name = next(name for name in weights if name.endswith("norm.weight"))
-    runner.set_weights({name: weights[name] * 2})
+    set_weights(runner, {name: weights[name] * 2})
     live = sum(array.nbytes for array in jax.live_arrays())
     llm.reshard("tensor=2")
     llm.reshard("tensor=1")
     del runner
     assert sum(array.nbytes for array in jax.live_arrays()) <= live
     runner = llm.engine.replicas[0].runner
-    found = runner.weights()
+    found = weights_of(runner)
     assert np.array_equal(found.pop(name), weights[name] * 2)
     assert all(np.array_equal(array, weights[each]) for each, array in found.items())
-    runner.set_weights({name: weights[name]})
+    set_weights(runner, {name: weights[name]})
     llm.reset_prefix_cache()
 
 

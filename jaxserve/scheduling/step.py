@@ -1,4 +1,4 @@
-"""Builds a step plan, and holds what the scheduler keeps of it until the step completes."""
+"""A step from the making of its plan to its completion."""
 
 import dataclasses
 from typing import NamedTuple
@@ -25,32 +25,6 @@ class ScoredChunk(NamedTuple):
     targets: list[int]
 
 
-class Completion(NamedTuple):
-    """Results of a step for the sequences that had not finished before.
-
-    Attributes:
-        plan: The plan of the step.
-        rows: The sequence of each row, also if it had finished before.
-        sampled: Sequences with new tokens.
-        started: Those of them whose tokens are the first.
-        previous_s: The time of the previous token of each of the others.
-        num_tokens: Number of their new tokens.
-        scored: Rows with prompt logprobs.
-        pooled: Each sequence that finished because its pooling is complete, and the index of its row.
-        finished: Other sequences that finished. The reason is "error" without an ``error`` if sampling failed.
-    """
-
-    plan: StepPlan
-    rows: list[Sequence]
-    sampled: list[Sequence]
-    started: list[Sequence]
-    previous_s: list[float]
-    num_tokens: int
-    scored: list[ScoredChunk]
-    pooled: list[tuple[Sequence, int]]
-    finished: list[Sequence]
-
-
 class SequenceError(NamedTuple):
     """A sequence whose row could not be built."""
 
@@ -58,49 +32,51 @@ class SequenceError(NamedTuple):
     error: Exception
 
 
-class Flight(NamedTuple):
-    """A step in flight: its number, the sequence of each row, and those whose row could not be built."""
+@dataclasses.dataclass(eq=False)
+class Step:
+    """A step of a scheduler: its plan in the making, in flight, and what it did once it has completed.
 
-    number: int
-    sequences: list[Sequence]
-    errors: list[SequenceError]
-
-    def scored(self, plan: StepPlan) -> list[ScoredChunk]:
-        """Return ``Completion.scored`` of a step."""
-        return [
-            ScoredChunk(self.sequences[row], plan.starts[row], sum(plan.lengths[:row]), targets)
-            for row, targets in plan.targets
-            if self.sequences[row].finish_reason is None
-        ]
-
-    def pooled(self, plan: StepPlan) -> list[tuple[Sequence, int]]:
-        """Return each sequence whose pooling the step completes, and the index of its row."""
-        return [(self.sequences[pooling.row], pooling.row) for pooling in plan.pooling if pooling.is_last]
-
-
-@dataclasses.dataclass
-class PlanDraft:
-    """A ``StepPlan`` in the making.
+    What it did counts for the sequences that had not finished before.
 
     Attributes:
         plan: The plan.
+        due: Running sequences that may have a decode row, in order.
         max_rows: Most rows.
         max_members: Most rows that sample or that admit a sequence.
+        num_runnable: Number of running sequences with tokens left to plan that do not wait for the host.
         sequences: Sequence of each row.
         partial_prefills: Running sequences whose prompts are only partly computed.
         preempts: Whether a sequence was preempted.
         num_members: Number of rows that sample or that admit a sequence.
         errors: Sequences whose row could not be built as planned; they fail once the step completes.
+        completed_s: When it completed, in seconds of ``time.monotonic()``; 0 before.
+        sampled: Sequences with new tokens.
+        started: Those of them whose tokens are the first.
+        previous_s: The time of the previous token of each of the others.
+        num_new_tokens: Number of their new tokens.
+        scored: Rows with prompt logprobs.
+        pooled: Each sequence that finished because its pooling is complete, and the index of its row.
+        finished: Other sequences that finished. The reason is "error" without an ``error`` if sampling failed.
     """
 
     plan: StepPlan
+    due: list[Sequence]
     max_rows: int
     max_members: int
+    num_runnable: int
     sequences: list[Sequence] = dataclasses.field(default_factory=list[Sequence])
     partial_prefills: list[Sequence] = dataclasses.field(default_factory=list[Sequence])
     preempts: bool = False
     num_members: int = 0
     errors: list[SequenceError] = dataclasses.field(default_factory=list[SequenceError])
+    completed_s: float = 0.0
+    sampled: list[Sequence] = dataclasses.field(default_factory=list[Sequence])
+    started: list[Sequence] = dataclasses.field(default_factory=list[Sequence])
+    previous_s: list[float] = dataclasses.field(default_factory=list[float])
+    num_new_tokens: int = 0
+    scored: list[ScoredChunk] = dataclasses.field(default_factory=list[ScoredChunk])
+    pooled: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list[tuple[Sequence, int]])
+    finished: list[Sequence] = dataclasses.field(default_factory=list[Sequence])
 
     def has_room(self, is_member: bool) -> bool:
         """Whether one more row fits; ``is_member`` if it samples or admits a sequence."""
@@ -142,6 +118,18 @@ class PlanDraft:
             except BaseException as error:
                 self.fail(sequence, error)
         return samples
+
+    def scored_rows(self) -> list[ScoredChunk]:
+        """Return the completed rows with prompt logprobs of sequences that have not finished."""
+        return [
+            ScoredChunk(self.sequences[row], self.plan.starts[row], sum(self.plan.lengths[:row]), targets)
+            for row, targets in self.plan.targets
+            if self.sequences[row].finish_reason is None
+        ]
+
+    def pooled_rows(self) -> list[tuple[Sequence, int]]:
+        """Return each sequence whose pooling the step completes, and the index of its row."""
+        return [(self.sequences[pooling.row], pooling.row) for pooling in self.plan.pooling if pooling.is_last]
 
 
 def _targets(sequence: Sequence, end: int, row: int) -> list[ChunkTargets]:

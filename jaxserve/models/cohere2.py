@@ -1,0 +1,98 @@
+"""Command R7B and Command A: attention and MLP read the same norm; layers with a window rotate, full ones do not."""
+
+import dataclasses
+from typing import Final
+
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.attention import Attention
+from jaxserve.layers.decoder import DecoderLayer
+from jaxserve.layers.mlp import GatedMLP
+from jaxserve.layers.norm import LayerNorm
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp
+from jaxserve.models.hf_config import ConfigFields
+from jaxserve.models.hf_decoder import FamilyDefaults, Windows, class_sizes, read_decoder, read_repeated_windows
+
+
+def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
+    return read_repeated_windows(fields, num_layers, fields.integer("sliding_window_pattern", 4))
+
+
+_DEFAULTS: Final = FamilyDefaults(
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    bos_token_id=5,
+    eos_token_ids=(255001,),
+    attention_bias=False,
+    windows=_read_windows,
+    sizes=class_sizes(256000, 8192, 22528, 40, 64, 8192),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cohere2Config(DecoderConfig):
+    """A decoder of Cohere 2's form.
+
+    Attributes:
+        logits_scale: Factor of the logits.
+    """
+
+    logits_scale: float
+
+
+def config_from_hf(fields: ConfigFields, architecture: str) -> Cohere2Config:
+    """Read a config of Cohere2ForCausalLM."""
+    base = read_decoder(fields.with_aliases({"layer_norm_eps": "rms_norm_eps"}), architecture, _DEFAULTS)
+    base = dataclasses.replace(base, rope_layers=tuple(window is not None for window in base.sliding_windows))
+    return Cohere2Config(**vars(base), logits_scale=fields.number("logit_scale", 0.0625))
+
+
+def build(config: Cohere2Config, scope: Scope) -> CausalLM:
+    """Return the module."""
+    norm = _build_norm(config, scope.at("model.norm"))
+    return build_decoder(config, scope, _build_layer, norm=norm, logits_divisor=1.0 / config.logits_scale)
+
+
+class ParallelLayer(DecoderLayer):
+    """Attention and MLP of the same normalized input, both added to it.
+
+    Args:
+        norm: Norm of the input.
+        attention: Attention.
+        mlp: MLP.
+    """
+
+    def __init__(self, norm: LayerNorm, attention: Attention, mlp: GatedMLP):
+        super().__init__(attention)
+        self.norm, self.mlp = norm, mlp
+
+    @property
+    def has_fused_norms(self) -> bool:
+        """Return False: no kernel fuses a layer norm."""
+        return False
+
+    def projected(self, x: Float[Array, "rows D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
+        """Compute queries, keys and values of the normalized input."""
+        return self.attention.project_input(self.norm(x), num_rows=num_rows)
+
+    def after_attention(
+        self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> Float[Array, "rows D"]:
+        """Return the layer's output from its input and the attention output."""
+        after = self.attention.output(attended, residual=x, num_rows=num_rows)
+        return self.mlp(self.norm(x), residual=after, num_rows=num_rows)
+
+
+def _build_norm(config: Cohere2Config, scope: Scope) -> LayerNorm:
+    return LayerNorm(config.hidden_size, eps=config.norm_eps, scope=scope, has_bias=False)
+
+
+def _build_layer(config: Cohere2Config, index: int, scope: Scope) -> ParallelLayer:
+    paired_dim = config.head_dim if config.rope_layers[index] else 0
+    return ParallelLayer(
+        _build_norm(config, scope.at("input_layernorm")),
+        build_attention(config, index, scope.at("self_attn"), paired_dim=paired_dim),
+        build_mlp(config, scope.at("mlp")),
+    )
