@@ -116,7 +116,7 @@ def divide(model: AbstractModel, num_stages: int) -> list[StageLayers]:
     table = parts["embed"]
     positions = parts.get("position_embed", _NOTHING)
     embedding = LayerCost(table.num_bytes + positions.num_bytes, 0)  # reads a row per token
-    head = _add(parts.get("head", table), parts["norm"])
+    head = _add(parts.get("head", table), parts.get("norm", _NOTHING))
     costs = [layers[index] for index in sorted(layers)]
     return balanced_stages(costs, num_stages, embedding, head, allowed_cuts(model.kv_specs))
 

@@ -12,13 +12,14 @@ import jax
 import numpy as np
 
 from checkpoints import Bounds, Index, Piece, TensorInfo, TensorRecipe, index_bounds, read_shard
+from checkpoints.reader import BaseReader
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.models.abstract import LogicalParam
 from sharding.mesh import Device
 
 
-class ParameterReader:
+class ParameterReader(BaseReader):
     """A ``CheckpointReader`` of the tensors that one parameter was made of.
 
     Args:
@@ -53,13 +54,6 @@ class ParameterReader:
         return box
 
     def close(self) -> None:
-        """Do nothing."""
-
-    def __enter__(self) -> "ParameterReader":
-        """Return the reader."""
-        return self
-
-    def __exit__(self, *details: object) -> None:
         """Do nothing."""
 
 

@@ -221,5 +221,6 @@ def _plain_object(value: Any) -> Any:
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if callable(dump := getattr(value, "model_dump", None)):
         return _plain(dump())
+    item: Any = getattr(value, "item", None)
     is_scalar = getattr(value, "shape", None) == ()
-    return _plain(value.item()) if is_scalar else f"<{type(value).__name__}>"
+    return _plain(item()) if is_scalar else f"<{type(value).__name__}>"

@@ -344,10 +344,12 @@ def test_attention_split(changes: dict[str, Any]) -> None:
     for name in ("weight", "bias"):
         getattr(split.qkv, name)[...] = getattr(whole.qkv, name)[...][order]
     if config.qk_norm != "none":
-        split.q_norm.weight[...] = whole.q_norm.weight[...]
+        nnx.update(split.q_norm, nnx.state(whole.q_norm))
         wide = np.arange(kv_heads * dim).reshape(-1, dim)[held].ravel()
-        weight = whole.k_norm.weight[...]
-        split.k_norm.weight[...] = weight[wide] if config.qk_norm == "width" else weight
+        assert whole.k_norm is not None and split.k_norm is not None
+        weight, held_weight = whole.k_norm.weight, split.k_norm.weight
+        assert weight is not None and held_weight is not None
+        held_weight[...] = weight[...][wide] if config.qk_norm == "width" else weight[...]
     x = random(8, 19, config.hidden_size)
     found = call_split(split, lambda module: attend(module, x, config), size)
     np.testing.assert_allclose(found, attend(whole, x, config), rtol=1e-4, atol=5e-5)
