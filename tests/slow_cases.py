@@ -592,6 +592,146 @@ SLOW_CASES = (
         "more_splits_than_pages|one_head_in_a_window|two_blocks_of_heads",
         "test_mosaic.py's splits; no_rotated_key and broken kernels",
     ),
+    SlowCases(
+        "faults/test_drain.py",
+        "test_a_second_sigterm_is_immediate",
+        "",
+        "the same with an engine that hangs, and while the server only waits for it",
+    ),
+    SlowCases(
+        "faults/test_death.py",
+        "test_an_engine_does_not_outlive_its_front_end",
+        "",
+        "the end of test_a_killed_process_… in test_engine_process.py: the process ends when its socket closes",
+    ),
+    SlowCases(
+        "faults/test_startup.py",
+        "test_a_damaged_file_is_named",
+        r"tokenizer\.json",
+        "config.json; the error's text in test_tokenizer.py",
+    ),
+    SlowCases(
+        "faults/test_startup.py",
+        "test_a_model_that_is_nowhere_is_named|test_a_pool_that_a_request_could_be_too_large_for_is_refused",
+        "",
+        "damaged files, which pass the same way; the errors in test_engine_process.py and test_memory.py",
+    ),
+    SlowCases(
+        "jaxserve/test_gguf_models.py",
+        "test_tokens_are_those_of_the_decoded_weights",
+        "llama Q4_K_M-tensor=2",
+        "mixtral on two devices; blocks of every type in quantized/test_gguf_blocks.py",
+    ),
+    SlowCases(
+        "jaxserve/test_gguf_models.py",
+        "test_q8_0_of_a_trained_model",
+        "",
+        "the other models' tokens, and a trained model in three files",
+    ),
+    SlowCases(
+        "jaxserve/test_lanes.py",
+        "test_requests_of_every_kind_are_as_on_one_device",
+        "gather-1",
+        "deterministic-1; gather in test_aborts_on_one_lane_leave_the_others_alone",
+    ),
+    SlowCases(
+        "jaxserve/test_draft_requests.py",
+        "test_drafts_change_no_answer",
+        "overlapping-wrong",
+        "in stages-wrong, and test_ngram.py with one stage",
+    ),
+    SlowCases(
+        "jaxserve/test_draft_rows.py",
+        "test_drafts_change_no_token",
+        "wrong-1-cpu",
+        "wrong-2-cpu and mixed-1-gpu",
+    ),
+    SlowCases(
+        "jaxserve/test_split_logits_requests.py",
+        "test_a_request_has_the_same_bits_whatever_is_in_its_steps",
+        "mixed",
+        "right drafts",
+    ),
+    SlowCases(
+        "jaxserve/test_embed.py",
+        "test_a_preempted_prompt_begins_its_sum_again",
+        "False",
+        "True",
+    ),
+    SlowCases(
+        "jaxserve/lab/test_real_plans.py",
+        "test_supported_models_are_planned",
+        "llama-2-13b-bnb-nf4|phi-3-mini|llama-3.2-3b-one-tensor-per-shard",
+        "other real models; these models' tensors in test_weight_recipes.py",
+    ),
+    SlowCases(
+        "jaxserve/test_weight_recipes.py",
+        "test_real_tensor_lists_are_used_up_exactly",
+        "4-qwen3-14b-mlx-4bit",
+        "llama-2-13b-bnb-nf4 and qwen3-1.7b; this model in test_real_plans.py",
+    ),
+    SlowCases(
+        "jaxserve/test_engine_stories.py",
+        "test_greedy_tokens_are_those_of_the_reference",
+        "one step at a time",
+        "plain; one step at a time in test_ngram.py",
+    ),
+    SlowCases(
+        "jaxserve/test_models.py",
+        "test_greedy_tokens_equal_those_of_transformers",
+        "deepseek-v2-lite-tp2|qwen3-tp2|gemma2-tp2|baichuan-tp2",
+        "the same families' modules against transformers; deepseek-v3, llama and gemma3 on two devices",
+    ),
+    SlowCases(
+        "jaxserve/test_determinism.py",
+        "test_native_kernels_give_the_same_bits_without_tiles",
+        "head_norms_and_windows|multiplied_and_capped",
+        "llama_split and experts_alone_split; these families with tiles",
+    ),
+    SlowCases(
+        "jaxserve/test_stages.py",
+        "test_embeddings_are_those_of_one_device|test_weights_have_the_names_of_the_whole_model",
+        "two-last|two with tensor",
+        "two-mean and two",
+    ),
+    SlowCases(
+        "jaxserve/lab/test_lab_plan.py",
+        "test_a_quantized_model_is_planned_as_a_plain_one",
+        "",
+        "real quantized models in test_real_plans.py",
+    ),
+    SlowCases(
+        "jaxserve/test_quantized_checkpoints.py",
+        "test_an_engine_generates_what_the_float_model_does",
+        ".*tensor_parallel_size.*",
+        "one device and two stages; every array on two devices, bit for bit",
+    ),
+    SlowCases(
+        "jaxserve/test_ngram.py",
+        "test_a_story_is_the_same_with_drafts",
+        "",
+        "test_completions_are_those_without_drafts",
+    ),
+    SlowCases(
+        "jaxserve/test_ngram.py",
+        "test_completions_are_the_same_on_every_mesh_and_with_few_pages",
+        "2 stages of 2 devices",
+        "few pages; stages in test_draft_requests.py, and two devices in test_draft_rows.py",
+    ),
+    SlowCases(
+        "jaxserve/server/test_real_clients.py",
+        "test_langchain",
+        "",
+        "OpenAI's own client, which it calls",
+    ),
+    SlowCases(
+        "jaxserve/test_models.py",
+        "test_greedy_tokens_equal_those_of_transformers",
+        "(ministral3|olmo3|seed-oss|solar-open|glm4-moe-lite|glm|ernie|ernie-moe|hunyuan|hunyuan-moe|starcoder2"
+        "|gemma4-31b)-tp2|hy-v3-tp2-experts2-gather",
+        "the same families' modules against transformers; the layers that they are made of in other rows on two"
+        " devices, such as glm4, glm4-moe, exaone4 and gemma4-e2b",
+    ),
 )
 
 

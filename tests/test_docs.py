@@ -1,12 +1,13 @@
 """What the READMEs, CONTRIBUTING and CHANGELOG name exists: files, commands, flags, modules, symbols."""
 
 import ast
+import contextlib
+import functools
 import importlib
+import io
 import posixpath
 import re
 import shlex
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -46,15 +47,15 @@ def command_lines(text: str) -> list[str]:
     return [re.sub(r"\s#.*", "", line) for line in [*lines, *spans(text)]]
 
 
-def jaxserve_help(words: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What `jaxserve WORDS --help` prints."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(sys, "argv", ["jaxserve", *words, "--help"])
-    with pytest.raises(SystemExit) as exit_:
-        importlib.import_module("jaxserve.cli").main()
-    output = capsys.readouterr()
-    assert exit_.value.code in (0, None), f"jaxserve {' '.join(words)} is no command: {output.err}"
-    return output.out
+@functools.cache
+def accepted_flags(command: str) -> frozenset[str]:
+    """Flags that `jaxserve COMMAND --help` prints."""
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), pytest.raises(SystemExit) as exit_:
+        patch.setenv("COLUMNS", "200")
+        importlib.import_module("jaxserve.cli").main([*command.split(), "--help"])
+    assert exit_.value.code in (0, None), f"jaxserve {command} is no command"
+    return frozenset(FLAG.findall(output.getvalue()))
 
 
 def jaxserve_commands(text: str) -> dict[str, set[str]]:
@@ -93,17 +94,15 @@ def test_named_paths_exist(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_and_their_flags_exist(
-    document: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_and_their_flags_exist(document: str) -> None:
     text = current_text(document)
     unknown, known = [], set[str]()
     for command, flags in jaxserve_commands(text).items():
-        accepted = set(FLAG.findall(jaxserve_help(command.split(), capsys, monkeypatch)))
+        accepted = accepted_flags(command)
         known |= accepted
         unknown += [f"jaxserve {command} {flag}" for flag in sorted(flags - accepted)]
     for command in ("generate", "bench latency", "bench throughput", "bench startup", "convert"):
-        known |= set(FLAG.findall(jaxserve_help(command.split(), capsys, monkeypatch)))
+        known |= accepted_flags(command)
     for script in (REPOSITORY / "scripts").glob("*.*"):
         known |= set(FLAG.findall(script.read_text()))
     unknown += [

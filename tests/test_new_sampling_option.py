@@ -45,7 +45,9 @@ PLACES: Mapping[str, tuple[str, str]] = {
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Of a process that runs the copy with the option."""
     root = tmp_path_factory.mktemp("option")
-    shutil.copytree(REPOSITORY / "jaxserve", root / "jaxserve", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        REPOSITORY / "jaxserve", root / "jaxserve"
+    )  # with its bytecode, which Python compares with the files
     for name, (before, written) in PLACES.items():
         text = (root / name).read_text()
         assert text.count(before) == 1, f"{name} no longer has one {before!r}"
