@@ -35,7 +35,7 @@ class LineProcess:
             env=child_environment(),
         )
 
-    def ask(self, line: str, limit_s: float) -> str | None:
+    def ask(self, line: bytes, limit_s: float) -> bytes | None:
         """Send a line and return the response, both without newline; None if the process has exited or timed out.
 
         Args:
@@ -47,7 +47,7 @@ class LineProcess:
         timer.daemon = True
         timer.start()
         try:
-            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
             response = self._process.stdout.readline()
         except BrokenPipeError:
@@ -55,7 +55,7 @@ class LineProcess:
         finally:
             timer.cancel()
         if response.endswith(b"\n"):
-            return response[:-1].decode()
+            return response[:-1]
         self._process.kill()
         self._process.wait()
         return None
@@ -99,7 +99,7 @@ class ProcessPool:
         is_quiet: bool = False,
     ):
         self._arguments = arguments
-        self._setup = json.dumps(dict(setup))
+        self._setup = json.dumps(dict(setup)).encode()
         self._max_idle = max_idle
         self._starts_ahead = starts_ahead
         self._is_quiet = is_quiet
@@ -112,11 +112,11 @@ class ProcessPool:
             for _ in range(max_idle):
                 self._starter.submit(self._add_idle)
 
-    def run(self, job: str, limit_s: float) -> Any:
+    def run(self, job: bytes, limit_s: float) -> Any:
         """Return the response to a job; None if it exceeded its time or memory, or the pool was closed.
 
         Args:
-            job: A JSON object.
+            job: A JSON object, in UTF-8.
             limit_s: Seconds until the job is killed.
 
         Raises:
@@ -176,7 +176,7 @@ class ProcessPool:
                 raise RuntimeError("the pool of child processes is closed")
             process = LineProcess(self._arguments, is_quiet=self._is_quiet)
             self._all.append(process)
-        if process.ask(self._setup, _START_LIMIT_S) == READY:
+        if process.ask(self._setup, _START_LIMIT_S) == READY.encode():
             return process
         with self._lock:
             self._all.remove(process)

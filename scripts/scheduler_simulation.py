@@ -172,8 +172,9 @@ class Simulation:
         self.host_s.append(host_s)
         self.num_rows.append(plan.num_rows)
         slots = self._slot_indices
-        for sequence in self.scheduler.admitted:
-            index = slots[sequence.slot] = self._indices[sequence]
+        running = {sequence.slot: sequence for sequence in self.scheduler.running} if plan.setups else {}
+        for setup in plan.setups:
+            index = slots[setup.slot] = self._indices[running[setup.slot]]
             if math.isnan(self.scheduled_s[index]):
                 self.scheduled_s[index] = self._now_s
         first_token = 2 * MAX_PIECE_ID  # unique per request, so that outputs are never shared

@@ -91,14 +91,25 @@ def _gpt_oss_together(config: Config, layer: Tensors) -> Tensors:
     }
 
 
+_GRANITE_MLPS = {"block_sparse_moe.input_linear.weight": "exps", "shared_mlp.input_linear.weight": "shexp"}
+
+
 def _granite_moe_apart(config: Config, layer: Tensors) -> Tensors:
-    gate, up = np.split(layer["block_sparse_moe.input_linear.weight"], 2, axis=1)
-    return {"ffn_gate_exps.weight": np.ascontiguousarray(gate), "ffn_up_exps.weight": np.ascontiguousarray(up)}
+    found: Tensors = {}
+    for module, end in _GRANITE_MLPS.items():
+        if module in layer:
+            gate, up = np.split(layer[module], 2, axis=-2)
+            found[f"ffn_gate_{end}.weight"] = np.ascontiguousarray(gate)
+            found[f"ffn_up_{end}.weight"] = np.ascontiguousarray(up)
+    return found
 
 
 def _granite_moe_together(config: Config, layer: Tensors) -> Tensors:
-    parts = [layer["ffn_gate_exps.weight"], layer["ffn_up_exps.weight"]]
-    return {"block_sparse_moe.input_linear.weight": np.concatenate(parts, axis=1)}
+    return {
+        module: np.concatenate([layer[f"ffn_gate_{end}.weight"], layer[f"ffn_up_{end}.weight"]], axis=-2)
+        for module, end in _GRANITE_MLPS.items()
+        if f"ffn_gate_{end}.weight" in layer
+    }
 
 
 def _gpt2_apart(config: Config, layer: Tensors) -> Tensors:

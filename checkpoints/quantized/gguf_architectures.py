@@ -121,6 +121,12 @@ _GRANITE_MOE = {
     "ffn_up_exps": "block_sparse_moe.up_linear",
     "ffn_down_exps": "block_sparse_moe.output_linear",
 }
+_GRANITE_SHARED = {
+    **_GRANITE_MOE,
+    "ffn_gate_shexp": "shared_mlp.gate_linear",
+    "ffn_up_shexp": "shared_mlp.up_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
 _GPT2 = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
@@ -186,7 +192,7 @@ def _gpt_oss(reader: CheckpointReader, _: Metadata) -> dict[str, View]:
 
 
 def _granite_moe(reader: CheckpointReader, _: Metadata) -> dict[str, View]:
-    """Join gate and up of all experts."""
+    """Join gate and up of all experts, and those of the shared one."""
     return {
         f"{mlp}.input_linear.weight": joined(
             [stored(reader, f"{mlp}.{each}_linear.weight") for each in ("gate", "up")], -2
@@ -267,7 +273,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _QWEN3_EXPERTS),
     "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", _DENSE, is_interleaved=True),
 }
-"""By ``general.architecture``; "llama" is also that of Mistral's models, and of Mixtral, which has experts, and
-"deepseek2" that of DeepSeek V2, V3 and R1 and of Kimi-K2."""
+"""By ``general.architecture``; "llama" is also that of Mistral's models, and of Mixtral, which has experts, "deepseek2"
+that of DeepSeek V2, V3 and R1 and of Kimi-K2, and "granitemoe" also that of models with shared experts."""
 
+GRANITE_SHARED = Architecture(
+    "GraniteMoeSharedForCausalLM", "granitemoeshared", _GRANITE_SHARED, is_interleaved=True, arrange=_granite_moe
+)
 MIXTRAL = Architecture("MixtralForCausalLM", "mixtral", {**_ATTENTION, **_MIXTRAL_EXPERTS}, is_interleaved=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from checkpoints.errors import CheckpointError
-from checkpoints.quantized.gguf_architectures import ARCHITECTURES, MIXTRAL, Architecture
+from checkpoints.quantized.gguf_architectures import ARCHITECTURES, GRANITE_SHARED, MIXTRAL, Architecture
 from checkpoints.quantized.gguf_file import Metadata
 from checkpoints.tensor_info import TensorInfo
 
@@ -59,7 +59,11 @@ def architecture_of(metadata: Metadata) -> Architecture:
             f"{name!r} is not supported; supported: {', '.join(ARCHITECTURES)}; if the model's own checkpoint has a "
             "supported architecture, load that (safetensors)",
         )
-    return MIXTRAL if name == "llama" and metadata.integer("llama.expert_count", 0) else ARCHITECTURES[name]
+    if name == "llama" and metadata.integer("llama.expert_count", 0):
+        return MIXTRAL
+    if name == "granitemoe" and metadata.integer("granitemoe.expert_shared_feed_forward_length", 0):
+        return GRANITE_SHARED
+    return ARCHITECTURES[name]
 
 
 def sources(metadata: Metadata, tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:

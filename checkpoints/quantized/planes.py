@@ -19,7 +19,7 @@ class Fields(NamedTuple):
     Attributes:
         offset: The first byte.
         width: Bits of a field; 0 if there are none.
-        run: Bytes of a run.
+        run: Bytes of a run; 0 for low fields of a block of eight that run on from byte to byte.
     """
 
     offset: int
@@ -57,6 +57,8 @@ class Blocks(NamedTuple):
         Returns:
             int8 [R, num_columns].
         """
+        if not self.low.run:
+            return unpack(data, self.low.width, self.first + self.num_columns)[:, self.first :].view(np.int8)
         blocks = data.reshape(-1, self.num_bytes)
         codes = self._read(blocks, self.low)
         if self.high.width:
@@ -183,8 +185,8 @@ def read_packed(read: Callable[[slice], np.ndarray], codes: slice, bits: int, nu
 def read_codes(
     read: Callable[[slice], np.ndarray], codes: slice, bits: int, num_words: int
 ) -> tuple[np.ndarray, Blocks | None]:
-    """Return a range of the codes that rows of 32-bit words hold, packed as for ``unpack``; not unpacked if they are
-    halves of bytes.
+    """Return a range of the codes that rows of 32-bit words hold, packed as for ``unpack``; they are unpacked if a
+    byte has one, four or eight of them.
 
     Args:
         read: Returns a range of the words of each row, [R, words].
@@ -200,9 +202,15 @@ def read_codes(
     first, last = codes.start // block, -(-codes.stop // block)
     words = read(slice(first * words_per_block, min(last * words_per_block, num_words)))
     skip = codes.start - first * block
+    count = codes.stop - codes.start
     if bits == 4:
-        return halves_of(_bytes_of(words), skip, codes.stop - codes.start)
-    return unpack(words, bits, codes.stop - first * block)[:, skip:], None
+        return halves_of(_bytes_of(words), skip, count)
+    if 8 % bits == 0:
+        return unpack(words, bits, skip + count)[:, skip:], None
+    data = _bytes_of(words)
+    missing = -(-(skip + count) // 8) * bits - data.shape[1]  # of the last block of eight
+    data = np.pad(data, ((0, 0), (0, missing))) if missing > 0 else data
+    return data, Blocks(Fields(0, bits, 0), num_bytes=bits, num_codes=8, first=skip, num_columns=count)
 
 
 def unpack(words: np.ndarray, bits: int, count: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import json
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from jaxserve.api.errors import RequestError
@@ -18,27 +19,33 @@ T = TypeVar("T")
 Values = dict[str, Any]
 
 
-def checks_fields(check: Callable[[Values], Values]) -> Callable[[type[T]], type[T]]:
+def checks_fields(
+    check: Callable[[Values], Values], each: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType({})
+) -> Callable[[type[T]], type[T]]:
     """Decorate a keyword-only dataclass to check names and values before its generated `__init__` receives them.
 
     Args:
       check: Takes the values of all fields and returns those to store.
+      each: Checks of single fields, whose results `check` takes. Defaults pass theirs once, here.
     """
 
     def decorate(cls: type[T]) -> type[T]:
         generated = cls.__init__
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+        required = [name for name, value in defaults.items() if value is dataclasses.MISSING]
+        passed = {name: value for name, value in defaults.items() if name not in required}
+        passed |= {name: each[name](name, value) for name, value in passed.items() if name in each}
 
         @functools.wraps(generated)
         def __init__(self: T, **values: Any) -> None:
             for name in values:
                 if name not in defaults:
                     raise _unknown(cls.__name__, name, values[name], list(defaults))
-            given = {**defaults, **values}
-            missing = [name for name, value in given.items() if value is dataclasses.MISSING]
+            missing = [name for name in required if name not in values]
             if missing:
                 raise RequestError(f"{cls.__name__} needs a value for {' and '.join(missing)}", parameter=missing[0])
-            generated(self, **check(given))
+            checked = {name: each[name](name, value) if name in each else value for name, value in values.items()}
+            generated(self, **check({**passed, **checked}))
 
         cls.__init__ = __init__
         return cls

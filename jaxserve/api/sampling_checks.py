@@ -135,7 +135,7 @@ def _extra_args(name: str, value: object) -> dict[str, Any] | None:
 _FLAGS = (
     "ignore_eos detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output flat_logprobs"
 ).split()
-_CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
+SAMPLING_CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
     {
         "n": functools.partial(integer, low=1, high=MAX_N),
         **{name: option.check for name, option in SAMPLING_OPTIONS.items()},
@@ -159,11 +159,11 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
         **dict.fromkeys(_FLAGS, flag),
     }
 )
+"""The check of each field of `SamplingParams`."""
 
 
-def checked_sampling(values: Values) -> Values:
-    """Return the fields of `SamplingParams` after checking each alone and all together."""
-    checked = {name: _CHECKS[name](name, value) for name, value in values.items()}
+def checked_together(checked: Values) -> Values:
+    """Return the fields of `SamplingParams`, each checked alone, after checking them together."""
     if checked["max_tokens"] is not None and checked["min_tokens"] > checked["max_tokens"]:
         least, most = checked["min_tokens"], checked["max_tokens"]
         raise wrong_field("min_tokens", least, f"must be at most max_tokens={most}, got {least}")
@@ -190,7 +190,7 @@ def _check_logprobs(checked: Values) -> None:
         raise RequestError(message, parameter="skip_reading_prefix_cache", value=False)
 
 
-_BEAM_CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
+BEAM_CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
     {
         "beam_width": functools.partial(integer, low=1, high=MAX_N),
         "max_tokens": functools.partial(integer, low=1),
@@ -201,8 +201,4 @@ _BEAM_CHECKS: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
         "skip_special_tokens": flag,
     }
 )
-
-
-def checked_beam_search(values: Values) -> Values:
-    """Return the fields of `BeamSearchParams` after checking each."""
-    return {name: _BEAM_CHECKS[name](name, value) for name, value in values.items()}
+"""The check of each field of `BeamSearchParams`."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.api.field_checks import changed_fields, checks_fields, wrong_field
-from jaxserve.api.sampling_checks import RequestOutputKind, checked_beam_search, checked_sampling
+from jaxserve.api.sampling_checks import BEAM_CHECKS, SAMPLING_CHECKS, RequestOutputKind, checked_together
 from jaxserve.api.sampling_options import SAMPLING_OPTIONS
 from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 
@@ -26,7 +26,7 @@ _FEATURES = (
 ).split()
 
 
-@checks_fields(checked_sampling)
+@checks_fields(checked_together, SAMPLING_CHECKS)
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class SamplingParams:
     """Sampling settings of one request, with vLLM's names and defaults. Immutable; `clone` makes a changed copy.
@@ -126,8 +126,9 @@ class SamplingParams:
         Raises:
           RequestError: As the constructor.
         """
-        given: dict[str, Any] = {}
-        given.update((name, value) for name, value in values.items() if value is not None or name == "max_tokens")
+        given: dict[str, Any] = {
+            name: value for name, value in values.items() if value is not None or name == "max_tokens"
+        }
         params = cls(**given)
         if params.logit_bias is None:
             return params
@@ -176,7 +177,7 @@ class SamplingParams:
         return changed_fields(self)
 
 
-@checks_fields(checked_beam_search)
+@checks_fields(dict, BEAM_CHECKS)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
     """Parameters of a beam search, with vLLM's names and defaults. Immutable.

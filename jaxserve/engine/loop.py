@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from jaxserve.api.errors import (
@@ -50,7 +50,7 @@ class Loop(CommandThread):
         self._preparing: set[Stream] = set()
         self._open: dict[RequestState, Stream] = {}
         self._wanted: set[Stream] = set()
-        self._behind: list[Stream] = []
+        self._behind: dict[Stream, RequestState] = {}
         self._next_deadline_s = math.inf
         self._lock = threading.RLock()
         self._drain_until_s: float | None = None
@@ -135,10 +135,9 @@ class Loop(CommandThread):
             preparing = [stream for stream in tuple(self._preparing) if stream.request_id in wanted]
             for stream in preparing:
                 stream.is_cancelled = True
-            found = {request.request_id: stream for request, stream in self._open.items()}
-            streams = {name: stream for name, stream in found.items() if name in wanted}
-            self._abort(list(streams.values()))
-            return [*(stream.request_id for stream in preparing), *streams]
+            found = {stream: request for request, stream in self._open.items() if request.request_id in wanted}
+            self._abort(found)
+            return [*(stream.request_id for stream in preparing), *(request.request_id for request in found.values())]
 
         return self.call(abort)
 
@@ -155,12 +154,11 @@ class Loop(CommandThread):
 
     def deliver(self, changed: Iterable[RequestState]) -> None:
         """Hand over outputs of requests that a step, or a function passed to ``call``, has changed. On its thread."""
-        behind, self._behind = self._behind, []
-        streams = dict.fromkeys(behind)
+        streams, self._behind = self._behind, {}
         for request in changed:
             stream = self._open.get(request)
-            if stream is not None and (request.is_finished() or not stream.is_read_whole):
-                streams[stream] = None
+            if stream is not None and (not stream.is_read_whole or request.is_finished()):
+                streams[stream] = request
         self._offer(streams)
 
     def stop(self, drain_s: float = 0.0) -> None:
@@ -299,15 +297,14 @@ class Loop(CommandThread):
             self.refuse(stream, RequestFailedError(unforeseen(error)))
             return
         if stream.is_cancelled:
-            self._abort([stream])
+            self._abort({stream: request})
         elif deadline_s is not None:
             self._next_deadline_s = min(self._next_deadline_s, deadline_s)
 
-    def _abort(self, streams: list[Stream]) -> None:
+    def _abort(self, streams: Mapping[Stream, RequestState]) -> None:
         """Abort the requests of open streams, and hand over their last outputs."""
-        for stream in streams:
-            assert stream.request is not None
-            self._engine.abort(stream.request)
+        for request in streams.values():
+            self._engine.abort(request)
         self._offer(streams)
 
     def _drop(self, stream: Stream, request: RequestState) -> None:
@@ -321,30 +318,28 @@ class Loop(CommandThread):
         if self._next_deadline_s > (now := time.monotonic()):
             return
         failed: list[tuple[Sink, Content]] = []
-        for stream in [one for one in self._open.values() if one.deadline_s is not None and one.deadline_s <= now]:
-            assert stream.request is not None
-            self._engine.abort(stream.request)
-            self._close(stream, stream.request)
-            failed.append((stream.sink, deadline_error(stream.request)))
+        for request, stream in [*self._open.items()]:
+            if stream.deadline_s is not None and stream.deadline_s <= now:
+                self._engine.abort(request)
+                self._close(stream, request)
+                failed.append((stream.sink, deadline_error(request)))
         self._next_deadline_s = min((one.deadline_s or math.inf for one in self._open.values()), default=math.inf)
         hand_over(failed)
 
-    def _offer(self, streams: Iterable[Stream]) -> None:
+    def _offer(self, streams: Mapping[Stream, RequestState]) -> None:
         """Hand the next output or the error of each stream to its readers."""
-        found = ((stream.sink, self._next_content(stream)) for stream in streams)
+        found = ((stream.sink, self._next_content(stream, request)) for stream, request in streams.items())
         hand_over((sink, content) for sink, content in found if content is not None)
 
-    def _next_content(self, stream: Stream) -> Content | None:
+    def _next_content(self, stream: Stream, request: RequestState) -> Content | None:
         """Return the next output or the error of a stream, if there is one and its sink has room for it."""
-        request = stream.request
-        assert request is not None
         is_last = request.is_finished()
         if stream.has_ended:  # it is being dropped
             if is_last:
                 self._close(stream, request)
             return None
         if not is_last and not stream.sink.has_room:
-            self._behind.append(stream)
+            self._behind[stream] = request
             return None
         content = self._make_content(request, stream.metrics == "all" or (is_last and stream.metrics == "last"))
         if is_last or isinstance(content, BaseException):
@@ -379,7 +374,7 @@ class Loop(CommandThread):
         self._pool.shutdown(wait=False, cancel_futures=True)
         try:
             if self.failure is None and not self._is_on_demand:
-                self._abort(list(self._open.values()))
+                self._abort({stream: request for request, stream in self._open.items()})
         except Exception as error:
             self.failure = error
         for stream in [*self._open.values(), *tuple(self._preparing)]:

@@ -18,7 +18,14 @@ from jaxserve.text.tokenizer_files import read_json
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tekken.json",
+    "tiktoken.model",
+    "tokenizer.model",
+    "vocab.json",
+    "tokenizer_config.json",
+)
 
 
 def check_parsers(config: EngineConfig) -> None:

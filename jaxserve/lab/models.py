@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Mapping
 
-from checkpoints.quantized.gguf_architectures import ARCHITECTURES, MIXTRAL
+from checkpoints.quantized.gguf_architectures import ARCHITECTURES, GRANITE_SHARED, MIXTRAL
 from checkpoints.quantized.registry import DESCRIPTIONS, REFUSED
 from jaxserve.models.registry import supported_architectures
 
@@ -11,6 +11,7 @@ _FILES = "safetensors, GGUF, pytorch_model.bin, Orbax"
 _OTHER_CLASSES: Mapping[str, str] = {
     "BaichuanForCausalLM": "baichuan",
     "DeepseekV2ForCausalLM": "deepseek2",
+    GRANITE_SHARED.hf_class: "granitemoe",
     "MistralForCausalLM": "llama",
     MIXTRAL.hf_class: "llama",
 }

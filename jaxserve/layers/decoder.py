@@ -204,7 +204,7 @@ class LayerNormLayer(DecoderLayer):
         attention_norm: Norm of the attention branch.
         attention: Attention.
         mlp_norm: Norm of the MLP branch.
-        mlp: MLP.
+        mlp: MLP, plain or sparse.
         is_parallel: Whether both branches read the layer's input (GPT-NeoX).
     """
 
@@ -213,7 +213,7 @@ class LayerNormLayer(DecoderLayer):
         attention_norm: LayerNorm,
         attention: Attention,
         mlp_norm: LayerNorm,
-        mlp: PlainMLP,
+        mlp: PlainMLP | SparseMLP,
         *,
         is_parallel: bool = False,
     ):
@@ -235,6 +235,19 @@ class LayerNormLayer(DecoderLayer):
         self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> Float[Array, "rows D"]:
         """Return the layer's output from its input and the attention output."""
+        return self.after_attention_with_experts(x, attended, num_rows)[0]
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts that each token is routed to some of; 0 for a dense layer."""
+        return self.mlp.routing.num_experts if isinstance(self.mlp, SparseMLP) else 0
+
+    def after_attention_with_experts(
+        self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"] | None]:
+        """Return the layer's output, and the experts of each token if the MLP is a mixture of experts."""
         after = self.attention.output(attended, residual=x, num_rows=num_rows)
         normed = self.mlp_norm(x if self.is_parallel else after)
-        return self.mlp(normed, residual=after, num_rows=num_rows)
+        if isinstance(self.mlp, SparseMLP):
+            return self.mlp.with_experts(normed, residual=after, num_rows=num_rows)
+        return self.mlp(normed, residual=after, num_rows=num_rows), None

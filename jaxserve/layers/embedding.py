@@ -8,7 +8,7 @@ from checkpoints import whole
 from jaxserve.layers.linear import ColumnParallelLinear, fused_norm
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.params import Rows, padded_rows, weight
+from jaxserve.layers.params import Rows, padded_rows, padded_vector, vector, weight
 from jaxserve.layers.residual import block_output
 from jaxserve.layers.storage import matmul, rows
 from pallas_kernels.linear import Fused
@@ -16,13 +16,22 @@ from sharding.collectives import all_gather, axis_index, own_part
 
 
 class VocabEmbedding(nnx.Module):
-    """A table [V, D] that embeds tokens, computes logits, or both (tied); padded with rows so that it splits evenly."""
+    """A table [V, D] that embeds tokens, computes logits, or both (tied); padded with rows so that it splits evenly.
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, scope: Scope):
+    Args:
+        vocab_size: V.
+        hidden_size: D.
+        scope: Scope of the module.
+        has_bias: Whether logits have a bias.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, scope: Scope, has_bias: bool = False):
         parallel = scope.parallel
         padded, parts = parallel.padded_vocab(vocab_size), (parallel.parts(parallel.vocab), 1)
         recipe = padded_rows(scope, "weight", vocab_size, padded, hidden_size)
         self.weight = weight(recipe, ("vocab", "embed"), parts, scope)
+        bias = padded_vector(scope, "bias", vocab_size, padded)
+        self.bias = vector(bias, "vocab", scope) if has_bias else None
         self.vocab_size, self.num_rows = vocab_size, recipe.shape[0] // parts[0]
         self.mesh_axis, self.dtype = parallel.vocab, scope.policy.activations_dtype
         self.residual_axis = parallel.residual_axis
@@ -45,7 +54,7 @@ class VocabEmbedding(nnx.Module):
         They are those of the whole vocabulary, on every device, unless the layout splits logits: then each device
         computes those of its own rows, padding included. With ``num_rows``, the values of later rows are undefined.
         """
-        fused = Fused(norm=fused_norm(norm))
+        fused = Fused(norm=fused_norm(norm), bias=None if self.bias is None else self.bias[...])
         scores = matmul(self.weight, hidden, fused=fused, num_rows=num_rows)
         return scores if self.keeps_logits else all_gather(scores, self.mesh_axis, 1)[:, : self.vocab_size]
 

@@ -28,6 +28,7 @@ class GatedMLP(nnx.Module):
         bias: Whether the projections have a bias.
         scope: Scope of the module.
         gate_up: Gate and up projections in checkpoints: two modules, or one with the rows of gate, then up.
+        down: Down projection in checkpoints.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class GatedMLP(nnx.Module):
         bias: bool = False,
         scope: Scope,
         gate_up: Sequence[str] = ("gate_proj", "up_proj"),
+        down: str = "down_proj",
     ):
         mesh_axis, self.residual_axis = scope.parallel.ffn, scope.parallel.residual_axis
         self.has_fused_norms = self.residual_axis is None
@@ -53,7 +55,7 @@ class GatedMLP(nnx.Module):
             scope=scope,
         )
         self.down = RowParallelLinear(
-            ffn_size, hidden_size, inner_axis="ffn", mesh_axis=mesh_axis, bias=bias, scope=scope.at("down_proj")
+            ffn_size, hidden_size, inner_axis="ffn", mesh_axis=mesh_axis, bias=bias, scope=scope.at(down)
         )
 
     def __call__(

@@ -28,6 +28,8 @@ class RopeConfig:
         high_freq_factor: Llama 3: wavelengths shorter than original/high are kept.
         short_factor: Longrope: divisors of each frequency up to the original length.
         long_factor: Longrope: divisors beyond the original length.
+        short_mscale: Longrope: factor of cos and sin up to the original length, in place of ``attention_factor``.
+        long_mscale: Longrope: the same beyond the original length.
         rotated_share: Proportional: share of the features that rotate; the frequencies of the others are zero.
         is_reversed: Whether features rotate the other way (nanochat).
     """
@@ -48,6 +50,8 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    short_mscale: float | None = None
+    long_mscale: float | None = None
     rotated_share: float = 1.0
     is_reversed: bool = False
 

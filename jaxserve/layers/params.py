@@ -140,6 +140,12 @@ def padded_rows(scope: Scope, tensor: str, count: int, padded: int, width: int) 
     return TensorRecipe((padded, width), (Piece(name, (0, 0), (0, 0), (count, width)),), ((name, (count, width)),))
 
 
+def padded_vector(scope: Scope, tensor: str, count: int, padded: int) -> TensorRecipe:
+    """Return a tensor [count], padded with zeros to ``padded`` of them."""
+    name = scope.at(tensor).module
+    return TensorRecipe((padded,), (Piece(name, (0,), (0,), (count,)),), ((name, (count,)),))
+
+
 def vector(
     recipe: TensorRecipe, axis: str, scope: Scope, fill: float = 0.0, dtype: str | None = None
 ) -> nnx.Param[Any]:

@@ -28,6 +28,9 @@ def rope_cos_sin(
     """
     angles = positions.astype(jnp.float32)[:, None] * _frequencies(config, lengths)
     factor = np.float32(attention_factor(config))
+    if config.short_mscale is not None and config.long_mscale is not None:
+        is_long = (lengths > _original_positions(config))[:, None]
+        factor = jnp.where(is_long, np.float32(config.long_mscale), np.float32(config.short_mscale))
     return jnp.cos(angles) * factor, jnp.sin(-angles if config.is_reversed else angles) * factor
 
 

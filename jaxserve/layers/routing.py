@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,15 @@ class Routing:
         experts_per_token: k, experts that compute each token.
         is_normalized: Whether the weights of the chosen experts are scaled to a sum of 1; for a softmax this equals a
             softmax over their logits alone.
-        scoring: Function of the router's logits: a softmax over all experts, or a sigmoid of each.
+        scoring: Function of the router's logits: a softmax over all experts, a sigmoid of each, or SparseMixer-v2
+            (arXiv:2409.12136), in which each of two experts has its share in a softmax over the logits near its own.
         num_groups: Number of groups, which divides E.
         groups_per_token: Groups that a token chooses from.
         experts_per_group_score: Experts whose scores, added, are the score of their group: its best ones.
         scale: Factor of the weights, after normalization.
         is_corrected: Whether the router has a bias for the choice.
+        weighs_inputs: Whether the weights multiply what the experts are given, not what they compute (Llama 4).
+        jitter: SparseMixer: half the relative distance within which a logit is near the best one.
     """
 
     num_experts: int
@@ -41,11 +44,15 @@ class Routing:
     experts_per_group_score: int = 1
     scale: float = 1.0
     is_corrected: bool = False
+    weighs_inputs: bool = False
+    jitter: float = 0.0
 
     def __call__(
         self, logits: Float[Array, "T E"], correction: Float[Array, " E"] | None = None
     ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
         """Return the weights and indices of each token's experts, the best expert first."""
+        if self.scoring == "sparsemixer":
+            return self._sparse_mixed(logits)
         scores = jax.nn.softmax(logits, axis=-1) if self.scoring == "softmax" else jax.nn.sigmoid(logits)
         rated = scores if correction is None else scores + correction
         if self.groups_per_token < self.num_groups:
@@ -55,6 +62,19 @@ class Routing:
         if self.is_normalized:
             weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
         return (weights if self.scale == 1.0 else weights * self.scale), experts
+
+    def _sparse_mixed(self, logits: Float[Array, "T E"]) -> tuple[Float[Array, "T 2"], Int[Array, "T 2"]]:
+        """Return the weights and indices of both experts of SparseMixer."""
+        size, left = jnp.abs(logits), logits
+        weights, experts = list[Array](), list[Array]()
+        for _ in range(self.experts_per_token):
+            best, index = left.max(-1, keepdims=True), left.argmax(-1)[:, None]
+            is_far = (best - logits) / jnp.maximum(size, best) > 2 * self.jitter
+            shares = jax.nn.softmax(jnp.where(is_far, -jnp.inf, left), axis=-1)
+            weights.append(jnp.take_along_axis(shares, index, axis=1))
+            experts.append(index)
+            left = jnp.where(jnp.arange(self.num_experts) == index, -jnp.inf, left)
+        return jnp.concatenate(weights, axis=1), jnp.concatenate(experts, axis=1)
 
     def _best_group_members(self, rated: Float[Array, "T E"]) -> Bool[Array, "T E"]:
         """Return which experts are in one of the token's best groups."""

@@ -294,7 +294,11 @@ class SparseMLP(nnx.Module):
         key = jnp.where(is_computed, experts, num_local).reshape(-1)  # tokens of other devices' experts sort last
         order = jnp.argsort(key, stable=True)
         group_sizes = count_each(key, num_local)
-        outputs = self._computed(x[order // per_token], group_sizes, jnp.minimum(key[order], num_local - 1))
+        rows = x[order // per_token]
+        if self.routing.weighs_inputs:
+            rows = (rows * weights.reshape(-1)[order][:, None]).astype(x.dtype)
+            weights = jnp.ones_like(weights)
+        outputs = self._computed(rows, group_sizes, jnp.minimum(key[order], num_local - 1))
         places = jnp.argsort(order).reshape(num_tokens, per_token)
         add, used = partial(_weighted_sum, outputs), num_tokens if num_rows is None else num_rows
         return map_rows(add, (places, weights, is_computed), used, self._tile(x))

@@ -61,6 +61,7 @@ def build_decoder(
     layer: LayerBuilder | None = None,
     *,
     norm: RMSNorm | LayerNorm | None = None,
+    head_bias: bool = False,
     ignored: tuple[str, ...] = (),
     **options: Any,
 ) -> CausalLM:
@@ -71,6 +72,7 @@ def build_decoder(
         scope: Scope of the model.
         layer: Builds each layer; None: ``build_layer``.
         norm: Norm before the head; None: ``build_norm``.
+        head_bias: Whether logits have a bias.
         ignored: Regular expressions of further tensors to ignore; see ``CausalLM``.
         options: Options of ``CausalLM``.
     """
@@ -81,7 +83,7 @@ def build_decoder(
         embed=VocabEmbedding(*sizes, scope=inner.at("embed_tokens")),
         layers=[layer(config, index, inner.at(f"layers.{index}")) for index in range(config.num_layers)],
         norm=build_norm(config, inner.at("norm")) if norm is None else norm,
-        head=None if config.tie_embeddings else VocabEmbedding(*sizes, scope=scope.at("lm_head")),
+        head=None if config.tie_embeddings else VocabEmbedding(*sizes, scope=scope.at("lm_head"), has_bias=head_bias),
         ignored=(r"(.*\.)?rotary_emb\.inv_freq", *ignored),
         **options,
     )

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Final
 
+from jaxserve.layers.attention import PositionScale
 from jaxserve.layers.decoder import PreNormLayer
 from jaxserve.layers.latent_attention import MultiHeadLatentAttention
 from jaxserve.layers.model_config import RopeConfig
@@ -31,6 +32,7 @@ class DeepseekConfig(SparseConfig):
         value_dim: Features of a head's value.
         attention_scale: Factor of query-key scores.
         is_interleaved: Whether neighbouring features rotate in pairs.
+        position_scale: Factor of queries by their position; None for none.
     """
 
     query_rank: int | None
@@ -39,6 +41,7 @@ class DeepseekConfig(SparseConfig):
     value_dim: int
     attention_scale: float
     is_interleaved: bool
+    position_scale: PositionScale | None = None
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DeepseekConfig:
@@ -147,6 +150,7 @@ def _build_layer(config: DeepseekConfig, index: int, scope: Scope) -> PreNormLay
         bias=config.qkv_bias,
         is_interleaved=config.is_interleaved,
         scale=config.attention_scale,
+        position_scale=config.position_scale,
         scope=scope.at("self_attn"),
     )
     return build_sparse_layer(config, index, scope, shared="shared_experts", attention=attention)

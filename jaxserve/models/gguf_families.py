@@ -131,7 +131,8 @@ def _granite(gguf: GgufFields, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _granite_moe(gguf: GgufFields, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_granite(gguf, fields), **_experts(gguf)}
+    shared = {"shared_intermediate_size": gguf.integer("expert_shared_feed_forward_length", 0)}
+    return {**_granite(gguf, fields), **_experts(gguf), **shared}
 
 
 def _llama(gguf: GgufFields, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +181,7 @@ GGUF_FAMILIES: Final[Mapping[str, GgufFamily]] = {
     "gpt2": GgufFamily(_gpt2),
     "gptneox": GgufFamily(_gpt_neox, ("use_parallel_residual",)),
     "granite": GgufFamily(_granite, _GRANITE),
-    "granitemoe": GgufFamily(_granite_moe, _GRANITE),
+    "granitemoe": GgufFamily(_granite_moe, (*_GRANITE, "expert_shared_feed_forward_length")),
     "llama": GgufFamily(_llama),
     "phi3": GgufFamily(_phi3, ("attention.sliding_window",)),
     "qwen2moe": GgufFamily(_qwen_moe, ("expert_shared_count", "expert_shared_feed_forward_length")),

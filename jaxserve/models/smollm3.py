@@ -25,7 +25,7 @@ _DEFAULTS: Final = FamilyDefaults(
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Read a config of SmolLM3ForCausalLM; in ``no_rope_layers`` a 1 is a layer *with* a rotary embedding."""
     base = read_decoder(fields, architecture, _DEFAULTS)
-    rope_layers = _read_rope_layers(fields, base.num_layers)
+    rope_layers = read_rope_layers(fields, base.num_layers)
     window = fields.nullable_integer("sliding_window", None) if fields.flag("use_sliding_window", False) else None
     sliding = [window is not None and not rotates for rotates in rope_layers]
     return dataclasses.replace(
@@ -35,7 +35,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     )
 
 
-def _read_rope_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
+def read_rope_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it applies RoPE: as listed, or all but every ``no_rope_layer_interval``-th."""
     flags = fields.items("no_rope_layers")
     if flags is None:

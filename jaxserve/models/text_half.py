@@ -105,8 +105,15 @@ TEXT_HALVES: Final[Mapping[str, TextHalf]] = {
             {},
         ),
     ),
+    "Llama4ForConditionalGeneration": TextHalf(
+        {"llama4_text": "Llama4ForCausalLM"}, ("vision_model", "multi_modal_projector"), {}
+    ),
     "Mistral3ForConditionalGeneration": TextHalf(
-        {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+        {
+            "mistral": "MistralForCausalLM",
+            "ministral3": "Ministral3ForCausalLM",
+            "mistral4": "Mistral4ForCausalLM",
+        },
         _VISION,
         class_sizes(32000, 4096, 14336, 32, 32, 131072),
     ),

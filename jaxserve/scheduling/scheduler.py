@@ -65,13 +65,12 @@ class Scheduler:
     Attributes:
         waiting: Sequences without a slot, in order.
         running: Sequences with a slot, in order.
-        admitted: Sequences admitted by the latest plan, in the order of its setups.
         pages: Allocates the pages of sequences; counts prefix cache hits.
         num_preemptions: Number of preemptions so far.
         num_decode_rows: Number of decode rows planned so far.
         num_runnable: Number of running sequences that had tokens left to plan, not waiting for the host, when
             ``schedule`` was last called, and of those it admitted.
-        proposer: Proposes step tokens; None without speculative decoding, and after the proposer has failed.
+        proposer: Proposes draft tokens; None without speculative decoding, and after the proposer has failed.
     """
 
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
@@ -80,7 +79,6 @@ class Scheduler:
         self.pages = ContextPages(allocator, limits.windows)
         self._queues = SequenceQueues(limits.max_num_seqs)
         self.waiting, self.running = self._queues.waiting, self._queues.running
-        self.admitted: list[Sequence] = []
         self.num_preemptions = 0
         self.num_decode_rows = 0
         self.num_runnable = 0
@@ -117,12 +115,11 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens - num_decodes
         if step.partial_prefills:
             budget = self._schedule_prefills(budget, step)
-        self.admitted = []
         if not step.preempts:
             self._admit(budget, step, now)
             if self.proposer is not None and not add_drafts(step, num_decodes, self.proposer, self.limits, self.pages):
                 self.proposer = None
-        self.num_runnable = step.num_runnable + len(self.admitted)
+        self.num_runnable = step.num_runnable + len(step.plan.setups)
         if not step.sequences:
             return None
         self._microbatches.add(step)
@@ -345,7 +342,6 @@ class Scheduler:
             if copies is None:
                 return
             self._queues.start_first()
-            self.admitted.append(sequence)
             sequence.scheduled_s = sequence.scheduled_s or now
             step.add_setup(sequence, copies)
             num_members = step.num_members + 1

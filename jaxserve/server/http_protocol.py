@@ -80,10 +80,8 @@ class Exchange(RequestResponseCycle):
             # Whether a client that was not told to go on sends its body nevertheless is up to the client.
             if self.waiting_for_100_continue and self.more_body and not self.body:
                 self.keep_alive = False
-            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
-            self._ends_with_connection = self.scope["http_version"] == "1.0" and not has_length
-            if self._ends_with_connection:
-                self.chunked_encoding = False
+            if self.scope["http_version"] == "1.0" and b"content-length" not in dict(message.get("headers", ())):
+                self._ends_with_connection, self.chunked_encoding = True, False
         else:
             if self._ends_with_connection:
                 self.expected_content_length = len(message.get("body", b""))

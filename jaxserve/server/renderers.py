@@ -88,8 +88,7 @@ class Renderers:
             "content_format": self._content_format,
         }
         try:
-            written = json.dumps(job, ensure_ascii=False, allow_nan=False)
-            written.encode()
+            written = json.dumps(job, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:  # NaN, lone surrogates, too many levels
             raise RequestError(f"the conversation is not JSON: {error}", parameter="messages") from error
         try:

@@ -342,7 +342,7 @@ class GrammarCompiler:
         """
         start_s = time.monotonic()
         job = {"grammar": source.text, "is_ebnf": source.is_ebnf, "named": dict(source.named)}
-        result = checkers.run(json.dumps(job), self._limits.time_s)
+        result = checkers.run(json.dumps(job).encode(), self._limits.time_s)
         if result is None:
             timed_out = time.monotonic() - start_s >= self._limits.time_s
             timeout = f"not compiled within {self._limits.time_s:g} s"

@@ -131,13 +131,14 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF = _byte_alphabet()
+"""The byte that each character of GPT-2's alphabet stands for."""
 
 
 def _byte_level(token: str) -> tuple[bytes, bool]:
     """Convert a token in the byte alphabet; any other, such as an added token with a space, is plain text."""
-    if all(character in _BYTE_OF for character in token):
-        return bytes(_BYTE_OF[character] for character in token), False
+    if all(character in BYTE_OF for character in token):
+        return bytes(BYTE_OF[character] for character in token), False
     return token.encode(), False
 
 

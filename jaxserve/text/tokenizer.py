@@ -16,6 +16,7 @@ from jaxserve.text.chat import choose_template, render_chat
 from jaxserve.text.chat_templates import quiet_transformers
 from jaxserve.text.fast_backend import FastBackend
 from jaxserve.text.flagged_tokens import add_flagged_tokens
+from jaxserve.text.rank_tokenizer import TEKKEN, TIKTOKEN, read_tekken, read_tiktoken
 from jaxserve.text.sentencepiece_backend import SentencePieceBackend, read_sentencepiece
 from jaxserve.text.token_pieces import TokenPieces
 from jaxserve.text.tokenizer_files import SPECIAL_NAMES, TokenizerSettings, read_settings
@@ -218,8 +219,8 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
     """Load the tokenizer of a model directory, without running code from it and without downloads.
 
     Args:
-      directory: Directory with tokenizer.json, a sentencepiece tokenizer.model, or files that transformers can load
-        (vocab.json and merges.txt).
+      directory: Directory with tokenizer.json, Mistral's tekken.json, Kimi's tiktoken.model, a sentencepiece
+        tokenizer.model, or files that transformers can load (vocab.json and merges.txt).
       tokenizer_mode: "auto" tries them in that order; "hf" always uses transformers, which takes about 1 s longer;
         "slow" uses tokenizer.model if there is one, else transformers.
 
@@ -237,11 +238,22 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
         if _has_all(fast, settings):
             add_flagged_tokens(fast, settings.config, settings.special_tokens)
             return Tokenizer(path, FastBackend(fast), settings)
+    elif tokenizer_mode == "auto" and (path / TEKKEN).is_file():
+        fast, settings = read_tekken(path / TEKKEN, settings)
+        add_flagged_tokens(fast, settings.config, settings.special_tokens)
+        return Tokenizer(path, FastBackend(fast), settings)
+    elif tokenizer_mode == "auto" and (path / TIKTOKEN).is_file():
+        fast = read_tiktoken(path / TIKTOKEN, settings)
+        add_flagged_tokens(fast, settings.config, settings.special_tokens)
+        return Tokenizer(path, FastBackend(fast), settings)
     elif tokenizer_mode != "hf" and (path / "tokenizer.model").is_file():
         model = path / "tokenizer.model"
         return Tokenizer(path, SentencePieceBackend(read_sentencepiece(model), settings, str(model)), settings)
     elif not any((path / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer_config.json")):
-        message = f"{path} has no tokenizer: tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
+        message = (
+            f"{path} has no tokenizer: tokenizer.json, tekken.json, tiktoken.model, tokenizer.model, or vocab.json "
+            "with merges.txt"
+        )
         raise ConfigError(message)
     hf = _load_with_transformers(path)
     # A tokenizer class may define special tokens that no file has, as GPT-2's does.

@@ -11,7 +11,7 @@ typedef struct {
 // Bit fields of bytes that follow one another: runs of bytes hold the lowest field of each, then the next of each.
 typedef struct {
   int64_t offset;      // the first byte in its block
-  int64_t width, run;  // bits of a field, bytes of a run; no width: there are none
+  int64_t width, run;  // bits of a field, bytes of a run; no width: there are none; no run: eight run from byte to byte
 } Fields;
 
 // A row is blocks of bytes; a code is a low field, with a high one above it, minus the zero.

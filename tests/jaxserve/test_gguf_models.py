@@ -152,6 +152,15 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {**GGUF_GRANITE, "expert_count": 3, "expert_used_count": 2},
         "granitemoe",
     ),
+    "granitemoe with a shared expert": (
+        {
+            "architectures": ["GraniteMoeSharedForCausalLM"],
+            **GRANITE,
+            **{"num_local_experts": 3, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+        },
+        {**GGUF_GRANITE, "expert_count": 3, "expert_used_count": 2, "expert_shared_feed_forward_length": 40},
+        "granitemoe",
+    ),
     "llama": ({"architectures": ["LlamaForCausalLM"]}, {}, "llama"),
     "llama with biases": ({"architectures": ["LlamaForCausalLM"], "attention_bias": True}, {}, "llama"),
     "mixtral": (

@@ -315,7 +315,9 @@ def test_tiktoken_ranks_are_refused(shared_data: Path, name: str) -> None:
 
 
 def test_directories_that_hold_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no tokenizer: tokenizer.json, tokenizer.model, or"):
+    with pytest.raises(
+        ConfigError, match="has no tokenizer: tokenizer.json, tekken.json, tiktoken.model, tokenizer.model, or"
+    ):
         load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="is not a directory"):
         load_tokenizer(tmp_path / "nowhere")

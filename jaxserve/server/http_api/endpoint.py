@@ -119,7 +119,6 @@ class Endpoint:
             HTTPException: It is not declared to be JSON, is compressed, is too long, or stalls.
         """
         config = self._frontend.config
-        too_long = HTTPException(413, f"the body must have at most {config.max_request_bytes} bytes")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(400, "Unsupported Media Type: only 'application/json' is allowed")
@@ -131,8 +130,7 @@ class Endpoint:
         if length.isdecimal() and int(length[:20]) > config.max_request_bytes:
             # A client that expects "100 Continue" has not sent the body; any other body is drained by the listener, so
             # that the client can read the response.
-            too_long.headers = {"Connection": "close"} if "expect" in request.headers else {}
-            raise too_long
+            raise self._too_long({"Connection": "close"} if "expect" in request.headers else {})
         loop, ledger = asyncio.get_running_loop(), self._frontend.ledger
         try:
             async with asyncio.timeout(config.stall_timeout or None) as limit:
@@ -142,10 +140,15 @@ class Endpoint:
                     ledger.add_bytes(len(part))
                     raw += part
                     if len(raw) > config.max_request_bytes:
-                        raise too_long
+                        raise self._too_long({})
         except TimeoutError:
             message = f"the body stalled for {config.stall_timeout:g} s"
             raise HTTPException(408, message, {"Connection": "close"}) from None
+
+    def _too_long(self, headers: Mapping[str, str]) -> HTTPException:
+        return HTTPException(
+            413, f"the body must have at most {self._frontend.config.max_request_bytes} bytes", headers
+        )
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
