@@ -725,7 +725,7 @@ SLOW_CASES = (
         "OpenAI's own client, which it calls",
     ),
     SlowCases(
-        "jaxserve/test_models.py",
+        "jaxserve/test_families.py",
         "test_greedy_tokens_equal_those_of_transformers",
         "(ministral3|olmo3|seed-oss|solar-open|glm4-moe-lite|glm|ernie|ernie-moe|hunyuan|hunyuan-moe|starcoder2"
         "|gemma4-31b)-tp2|hy-v3-tp2-experts2-gather",
