@@ -231,13 +231,21 @@ def watch_steps(llm: LLM, patch: pytest.MonkeyPatch) -> list[WatchedStep]:
 def interrupt_step(llm: LLM, patch: pytest.MonkeyPatch, number: int) -> None:
     """Raise KeyboardInterrupt in the call that waits for a step, counted from 1, as Ctrl-C does."""
     steps, run = [], llm.engine.step
+    is_raised, before = threading.Event(), signal.getsignal(signal.SIGINT)
+
+    def raise_once(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        is_raised.set()
+        raise KeyboardInterrupt
 
     def interrupted() -> Any:
         steps.append(1)
         if len(steps) == number:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert is_raised.wait(60), "the main thread has not seen the signal"
         return run()
 
+    signal.signal(signal.SIGINT, raise_once)
     patch.setattr(llm.engine, "step", interrupted)
 
 

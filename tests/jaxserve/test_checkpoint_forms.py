@@ -47,7 +47,8 @@ SETTINGS: dict[str, Any] = {
 
 
 def read(architecture: str, **fields: Any) -> ModelConfig:
-    raw = {**SMALL, "architectures": [architecture], **fields}
+    layers = {"layer_types": ["attention"] * SMALL["num_hidden_layers"]} if "Hybrid" in architecture else {}
+    raw = {**SMALL, **layers, "architectures": [architecture], **fields}
     if architecture == "BaichuanForCausalLM":
         raw |= {"hidden_size": 4096}
     return config_from_hf(raw, "config.json")

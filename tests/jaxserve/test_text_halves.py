@@ -212,7 +212,7 @@ def test_fields_of_both_levels() -> None:
         ({"text_config": 3}, "text_config: expected an object with the fields of the language model"),
         (
             {"text_config": {"model_type": "mamba"}},
-            "text_config.model_type: expected one of mistral, ministral3, got 'mamba'",
+            "text_config.model_type: expected one of mistral, ministral3, mistral4, got 'mamba'",
         ),
         ({"text_config": {"model_type": "mistral", "hidden_size": 0}}, "hidden_size: expected an integer from 1 to"),
     ],
