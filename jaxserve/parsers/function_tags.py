@@ -1,21 +1,79 @@
-"""Tool calls in tags: <function=name><parameter=key>value</parameter></function>, with types from the schemas."""
+"""Tool calls in tags, with types from the schemas: <function=name><parameter=key>value</parameter></function> of Qwen 3
+Coder, and other models' spellings of the same."""
 
 import json
 import re
+from typing import NamedTuple
 
 from jaxserve.parsers.call_reader import CallReader
 from jaxserve.parsers.json_scanner import escaped, whole_json
 from jaxserve.parsers.schema_types import Schemas, value_types
-from jaxserve.parsers.source import NotACall, Reading
+from jaxserve.parsers.source import NotACall, Reading, partial_length
 
-FUNCTION_START = "<function="
-_FUNCTION_END = "</function>"
-_PARAMETER_START = "<parameter="
-_PARAMETER_END = "</parameter>"
-_CALL_END = "</tool_call>"
-_VALUE_ENDS = (_PARAMETER_END, _PARAMETER_START, _FUNCTION_END)
-_INNER_ENDS = ((_PARAMETER_END,), (_FUNCTION_END,))
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+
+
+class Tags(NamedTuple):
+    """How a model spells calls in tags.
+
+    Attributes:
+        block: Tags around calls; the first may be missing.
+        function: Begins a function, before its name.
+        name_end: Ends the name; None: the name ends at the first character that no name has.
+        separator: May follow such a name.
+        parameter: Begins a parameter, before its key.
+        key_end: Ends the key.
+        value: Begins the value, after a key of letters, digits and "_-./:"; empty: the end of the key does.
+        parameter_end: Ends the value.
+        function_end: Ends the function.
+    """
+
+    block: tuple[str, str]
+    function: str
+    name_end: str | None
+    parameter: str
+    key_end: str
+    parameter_end: str
+    function_end: str
+    separator: str = ""
+    value: str = ""
+
+    @property
+    def value_ends(self) -> tuple[str, ...]:
+        """What may end a value."""
+        return (self.parameter_end, self.parameter, self.function_end)
+
+
+QWEN = Tags(
+    block=("<tool_call>", "</tool_call>"),
+    function="<function=",
+    name_end=">",
+    parameter="<parameter=",
+    key_end=">",
+    parameter_end="</parameter>",
+    function_end="</function>",
+)
+SEED = QWEN._replace(block=("<seed:tool_call>", "</seed:tool_call>"))
+MINIMAX = QWEN._replace(
+    block=("<minimax:tool_call>", "</minimax:tool_call>"),
+    function='<invoke name="',
+    name_end='">',
+    parameter='<parameter name="',
+    key_end='">',
+    function_end="</invoke>",
+)
+GLM = Tags(
+    block=("<tool_calls>", "</tool_calls>"),
+    function="<tool_call>",
+    name_end=None,
+    parameter="<arg_key>",
+    key_end="</arg_key>",
+    value="<arg_value>",
+    parameter_end="</arg_value>",
+    function_end="</tool_call>",
+    separator="<tool_sep>",
+)
+"""GLM's, without the block and the separator, and Hy3's, with both."""
 
 
 class TagCallReader:
@@ -26,24 +84,25 @@ class TagCallReader:
     after it.
     """
 
-    def __init__(self, reader: CallReader, schemas: Schemas) -> None:
+    def __init__(self, reader: CallReader, schemas: Schemas, tags: Tags = QWEN) -> None:
         self._reader = reader
         self._schemas = schemas
+        self._tags = tags
 
     def read_function(self) -> Reading[None]:
         """Read one function, whose opening marker was already taken; it ends at its own or the call's closing tag."""
-        source = self._reader.source
-        name = yield from source.read_name(">")
+        source, tags = self._reader.source, self._tags
+        name = yield from self._read_function_name()
         is_opened = False
         try:
-            while (yield from source.match([_PARAMETER_START])):
+            while (yield from source.match([tags.parameter])):
                 yield from self._read_parameter(name, is_opened)
                 is_opened = True
                 source.hold()
             yield from self._read_end()
         except NotACall:
             if is_opened or self._reader.message.is_call_open:
-                self._reader.drop(*_INNER_ENDS)
+                self._reader.drop((tags.parameter_end,), (tags.function_end,))
             raise
         if not is_opened:
             self._reader.open(name)
@@ -51,15 +110,24 @@ class TagCallReader:
         self._reader.message.add_arguments("}" if is_opened else "{}")
         self._reader.message.close_call(is_complete=True)
 
+    def _read_function_name(self) -> Reading[str]:
+        source, tags = self._reader.source, self._tags
+        if tags.name_end is not None:
+            return (yield from source.read_name(tags.name_end))
+        name = yield from source.read_identifier()
+        yield from source.match([tags.separator])
+        return name
+
     def _read_end(self) -> Reading[None]:
-        """Take the closing tag of the function; that of the call stays unread."""
-        source = self._reader.source
-        tag = yield from source.match([_FUNCTION_END, _CALL_END])
-        if tag == _CALL_END:
-            source.rewind(len(source.held()) - len(_CALL_END))
+        """Take the closing tag of the function; that of the block stays unread."""
+        source, tags = self._reader.source, self._tags
+        block_end = tags.block[1]
+        tag = yield from source.match([tags.function_end, block_end])
+        if tag == block_end:
+            source.rewind(len(source.held()) - len(block_end))
         elif not tag:
             if self._reader.message.is_call_open:
-                yield from source.skip_all([_PARAMETER_START, _FUNCTION_END, _CALL_END])  # one that the end cuts off
+                yield from source.skip_all([tags.parameter, tags.function_end, block_end])  # one that the end cuts off
             raise NotACall
 
     def _read_parameter(self, name: str, is_opened: bool) -> Reading[None]:
@@ -68,9 +136,10 @@ class TagCallReader:
         separator = ", " if is_opened else "{"
         num_held = len(source.held())
         try:
-            key = yield from source.read_name(">")
+            key = yield from self._read_key()
         except NotACall:
             cut = source.held()[num_held:]
+            cut = cut[: len(cut) - partial_length(cut, [self._tags.key_end])]
             if is_opened and source.is_at_end and cut:
                 message.add_arguments(f'{separator}"{escaped(cut)}')
             raise
@@ -79,11 +148,24 @@ class TagCallReader:
         else:
             self._reader.open(name)
         message.add_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        if self._tags.value:
+            yield from source.take(self._tags.value)
         types = value_types(self._schemas.get(name, {}), key)
         end = yield from self._read_value(types)
         if not end:
             raise NotACall
-        source.advance(len(end) if end == _PARAMETER_END else 0)
+        source.advance(len(end) if end == self._tags.parameter_end else 0)
+
+    def _read_key(self) -> Reading[str]:
+        source, end = self._reader.source, self._tags.key_end
+        if not self._tags.value:
+            return (yield from source.read_name(end))
+        key = yield from source.read_identifier()
+        if not (yield from source.match([end])):
+            rest = source.rest()
+            source.advance(len(rest) if source.is_ended and end.startswith(rest) else 0)  # one that the end cuts off
+            raise NotACall
+        return key
 
     def _read_value(self, types: frozenset[str]) -> Reading[str]:
         """Pass a value on; return the tag that ends it, which stays unread, or "" at the end of the text."""
@@ -92,12 +174,12 @@ class TagCallReader:
         if types <= {"string"}:
             message.add_arguments('"')
             end = yield from source.read_to(
-                _VALUE_ENDS, lambda text: message.add_arguments(escaped(trimmed.more(text)))
+                self._tags.value_ends, lambda text: message.add_arguments(escaped(trimmed.more(text)))
             )
             message.add_arguments('"' if end else escaped(trimmed.kept))
         else:
             parts: list[str] = []
-            end = yield from source.read_to(_VALUE_ENDS, lambda text: parts.append(trimmed.more(text)))
+            end = yield from source.read_to(self._tags.value_ends, lambda text: parts.append(trimmed.more(text)))
             message.add_arguments(_typed("".join(parts), types))
         return end
 

@@ -58,10 +58,32 @@ class ThinkReasoning(TagReasoning):
     is_repeated: ClassVar[bool] = True
 
 
+class SeedReasoning(TagReasoning):
+    """<seed:think>…</seed:think> at the beginning of the completion, if at all: Seed-OSS."""
+
+    start_text: ClassVar[str] = "<seed:think>"
+    end_text: ClassVar[str] = "</seed:think>"
+
+
+class MistralReasoning(TagReasoning):
+    """[THINK]…[/THINK], two special tokens, at the beginning of the completion, if at all: Magistral, Ministral 3."""
+
+    start_text: ClassVar[str] = "[THINK]"
+    end_text: ClassVar[str] = "[/THINK]"
+    has_special_markers: ClassVar[bool] = True
+
+
 REASONING_FORMATS: Mapping[str, type[ReasoningFormat]] = {
     "deepseek_r1": DeepSeekR1Reasoning,
     "deepseek_v3": Qwen3Reasoning,
+    "ernie45": DeepSeekR1Reasoning,
+    "glm45": Qwen3Reasoning,
+    "hy_v3": Qwen3Reasoning,
+    "minimax_m2": DeepSeekR1Reasoning,
+    "mistral": MistralReasoning,
+    "olmo3": DeepSeekR1Reasoning,
     "openai_gptoss": HarmonyReasoning,
     "qwen3": Qwen3Reasoning,
+    "seed_oss": SeedReasoning,
     "think": ThinkReasoning,
 }

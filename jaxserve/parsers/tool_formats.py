@@ -1,11 +1,11 @@
 """Formats of tool calls. Each reads a whole completion: calls, and the content around them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from jaxserve.parsers.call_object import CallObjectReader
 from jaxserve.parsers.call_reader import CallReader, Spellings
-from jaxserve.parsers.function_tags import FUNCTION_START, TagCallReader
+from jaxserve.parsers.function_tags import GLM, MINIMAX, QWEN, SEED, TagCallReader, Tags
 from jaxserve.parsers.harmony import CALL_END, CALL_START, FUNCTIONS, MESSAGE
 from jaxserve.parsers.json_scanner import JsonScanner
 from jaxserve.parsers.python_calls import PythonCallReader
@@ -38,21 +38,65 @@ class Qwen3Format(ToolFormat):
     As in vLLM the tags are also recognized without the outer <tool_call>.
     """
 
-    starts: ClassVar[Spellings] = (_CALL_START, FUNCTION_START)
+    starts: ClassVar[Spellings] = (_CALL_START, QWEN.function)
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        tags, source = TagCallReader(reader, self.schemas), reader.source
-        while marker := (yield from reader.read_content(self.starts)):
-            if marker == _CALL_START:
-                yield from source.skip_all([_CALL_START])
-                marker = yield from source.match([FUNCTION_START, "{"])
-            if not marker:
-                marker = yield from reader.read_lead([FUNCTION_START], ends=[_CALL_START, *_CALL_ENDS])
-            if marker == "{":
-                yield from reader.read_block(CallObjectReader(reader).read_call(), [_CALL_ENDS])
-            elif marker:
-                yield from reader.read_block(tags.read_function(), [_CALL_ENDS])
+        yield from _read_tagged(reader, TagCallReader(reader, self.schemas, QWEN), QWEN, others=["{"])
+
+
+class SeedFormat(ToolFormat):
+    """Qwen 3 Coder's tags between <seed:tool_call> and </seed:tool_call>: Seed-OSS."""
+
+    starts: ClassVar[Spellings] = (SEED.block[0], SEED.function)
+
+    def run(self, reader: CallReader) -> Reading[None]:
+        """Read to the end of the text."""
+        yield from _read_tagged(reader, TagCallReader(reader, self.schemas, SEED), SEED)
+
+
+class MiniMaxFormat(ToolFormat):
+    """<minimax:tool_call><invoke name="…"><parameter name="…">…</parameter></invoke></minimax:tool_call>: MiniMax M2.
+
+    A block may have several functions.
+    """
+
+    starts: ClassVar[Spellings] = (MINIMAX.block[0], MINIMAX.function)
+
+    def run(self, reader: CallReader) -> Reading[None]:
+        """Read to the end of the text."""
+        yield from _read_tagged(reader, TagCallReader(reader, self.schemas, MINIMAX), MINIMAX)
+
+
+class GlmFormat(ToolFormat):
+    """<tool_call>name<arg_key>…</arg_key><arg_value>…</arg_value></tool_call>: GLM-4.5 to 4.7.
+
+    Hy3 writes <tool_sep> after the name, and <tool_calls> and </tool_calls> around all calls.
+    """
+
+    starts: ClassVar[Spellings] = (GLM.block[0], GLM.function)
+
+    def run(self, reader: CallReader) -> Reading[None]:
+        """Read to the end of the text."""
+        yield from _read_tagged(reader, TagCallReader(reader, self.schemas, GLM), GLM)
+
+
+class HunyuanFormat(ToolFormat):
+    """<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>: Hunyuan-A13B."""
+
+    starts: ClassVar[Spellings] = ("<tool_calls>",)
+
+    def run(self, reader: CallReader) -> Reading[None]:
+        """Read to the end of the text."""
+        ends = ("</tool_calls>",)
+        while (yield from reader.read_content(self.starts)):
+            num_calls = reader.message.num_calls
+            if (yield from reader.source.match(["["])):
+                yield from _read_list(reader, CallObjectReader(reader).read_object)
+            else:
+                reader.release()
+            if reader.message.num_calls > num_calls:
+                yield from reader.close(ends)
 
 
 class Llama3JsonFormat(ToolFormat):
@@ -178,18 +222,47 @@ class NamedFormat(ToolFormat):
 TOOL_FORMATS: Mapping[str, type[ToolFormat]] = {
     "deepseek_v3": DeepSeekFormat,
     "deepseek_v31": DeepSeekFormat,
+    "ernie45": HermesFormat,
+    "glm45": GlmFormat,
+    "glm47": GlmFormat,
     "hermes": HermesFormat,
+    "hunyuan_a13b": HunyuanFormat,
+    "hy_v3": GlmFormat,
     "kimi_k2": KimiK2Format,
     "llama3_json": Llama3JsonFormat,
     "llama4_json": Llama3JsonFormat,
     "llama4_pythonic": PythonicFormat,
+    "minimax_m2": MiniMaxFormat,
     "mistral": MistralFormat,
     "openai": OpenAIFormat,
     "pythonic": PythonicFormat,
     "qwen3": Qwen3Format,
     "qwen3_coder": Qwen3Format,
     "qwen3_xml": Qwen3Format,
+    "seed_oss": SeedFormat,
 }
+
+
+def _read_tagged(reader: CallReader, functions: TagCallReader, tags: Tags, others: Sequence[str] = ()) -> Reading[None]:
+    """Read calls in tags to the end of the text.
+
+    Args:
+        reader: The reader.
+        functions: Reads one function.
+        tags: The tags.
+        others: Texts that begin a call in a block, besides the tag of a function: the brace of a JSON object.
+    """
+    source, (start, end) = reader.source, tags.block
+    while marker := (yield from reader.read_content([start, tags.function])):
+        if marker == start:
+            yield from source.skip_all([start])
+            marker = yield from source.match([tags.function, *others])
+        if not marker:
+            marker = yield from reader.read_lead([tags.function], ends=[start, end])
+        if marker in others:
+            yield from reader.read_block(CallObjectReader(reader).read_call(), [(end,)])
+        elif marker:
+            yield from reader.read_block(functions.read_function(), [(end,)])
 
 
 def _read_leading_list(reader: CallReader, read_call: Callable[[], Reading[None]]) -> Reading[None]:

@@ -48,6 +48,18 @@ CALLS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             f"<|python_start|>{PYTHON}<|python_end|>",
         ),
         "mistral": (f"[TOOL_CALLS][{JSON}]", f"[TOOL_CALLS]f[ARGS]{ARGUMENTS}"),
+        "glm45": (
+            "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>WORD</arg_value>\n<arg_key>n</arg_key>\n"
+            "<arg_value>2</arg_value>\n</tool_call>",
+            "<tool_calls><tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>WORD</arg_value><arg_key>n</arg_key>"
+            "<arg_value>2</arg_value></tool_call></tool_calls>",
+        ),
+        "hunyuan_a13b": (f"<tool_calls>[{JSON}]</tool_calls>",),
+        "minimax_m2": (
+            '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">WORD</parameter>\n<parameter name="n">2'
+            "</parameter>\n</invoke>\n</minimax:tool_call>",
+        ),
+        "seed_oss": (f"<seed:tool_call>\n{TAGS}\n</seed:tool_call>",),
         "openai": (f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ARGUMENTS}<|call|>",),
         "pythonic": (
             PYTHON,
@@ -62,7 +74,7 @@ CALLS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-REASONING = (None, *sorted(set(REASONING_FORMATS) - {"deepseek_v3"}))
+REASONING = (None, "deepseek_r1", "mistral", "openai_gptoss", "qwen3", "seed_oss", "think")
 
 
 def pairs() -> Iterator[tuple[str | None, str]]:
@@ -108,12 +120,13 @@ def opened(reasoning: str | None, text: str) -> str:
     """A text inside reasoning, which does not end."""
     if reasoning is None:
         return text
-    return f"<|channel|>analysis<|message|>{text}" if reasoning == "openai_gptoss" else f"<think>{text}"
+    start = REASONING_FORMATS[reasoning].start_text
+    return f"<|channel|>analysis<|message|>{text}" if reasoning == "openai_gptoss" else f"{start}{text}"
 
 
 @pytest.mark.parametrize(("reasoning", "tools"), [pair for pair in pairs() if pair[0] is not None])
 def test_a_call_in_open_reasoning_is_a_call_however_it_is_cut(reasoning: str, tools: str) -> None:
-    end = "<|end|>" if reasoning == "openai_gptoss" else "</think>"
+    end = "<|end|>" if reasoning == "openai_gptoss" else REASONING_FORMATS[reasoning].end_text
     end = "<|start|>assistant<|channel|>final<|message|>" if tools == "openai" else end
     for written in CALLS[tools]:
         text, words = numbered(opened(reasoning, f"I call WORD.\n{written}\n{end}\n\nDone WORD."))
@@ -176,7 +189,8 @@ def test_any_text_gives_the_same_in_any_cut(
     kept = kept_text(whole)
     assert all(word in kept for word in words)
     if not whole.tool_calls and chosen_reasoning(reasoning, tools) != "openai_gptoss":
-        tags = ["<think>", "</think>"] if reasoning else []
+        format = REASONING_FORMATS[reasoning] if reasoning else None
+        tags = [re.escape(tag) for tag in (format.start_text, format.end_text)] if format else []
         given = "".join(sorted(re.sub("|".join(tags), "", text) if tags else text))
         got = "".join(sorted(re.sub("|".join(tags), "", (whole.reasoning or "") + (whole.content or ""))))
         assert given.replace("\n", "").replace(" ", "") == got.replace("\n", "").replace(" ", "")

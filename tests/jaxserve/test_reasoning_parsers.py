@@ -49,6 +49,10 @@ CASES = [
     Case("deepseek_v3", "Hm.</think>Yes.", True, "Hm.", "Yes."),
     Case("deepseek_v3", "Yes.", False, None, "Yes."),
     Case("deepseek_v3", "It is 21 degrees.", None, None, "It is 21 degrees."),
+    Case("seed_oss", "<seed:think>Hm.</seed:think>Yes.", None, "Hm.", "Yes."),
+    Case("mistral", "[THINK]Hm.[/THINK]Yes.", None, "Hm.", "Yes."),
+    Case("minimax_m2", "Hm.</think>Yes.", True, "Hm.", "Yes."),
+    Case("glm45", "<think>Hm.</think>Yes.", None, "Hm.", "Yes."),
     Case("think", "<think>a</think>B<think>c</think>D", None, "ac", "BD"),
     Case("think", "A <think>b", None, "b", "A "),
     Case("think", "a</think>B", True, "a", "B"),
@@ -148,7 +152,7 @@ def test_where_prompts_end() -> None:
 def test_names_and_tags() -> None:
     for name in ("deepseek_r1", "deepseek_v3", "qwen3", "think"):
         assert (reasoning_parser(name).start_text, reasoning_parser(name).end_text) == ("<think>", "</think>")
-    names = r"\['deepseek_r1', 'deepseek_v3', 'openai_gptoss', 'qwen3', 'think'\]"
+    names = r"\['deepseek_r1', 'deepseek_v3', 'ernie45', .*, 'qwen3', 'seed_oss', 'think'\]"
     expected = f"reasoning_parser must be one of {names}, got 'qwen'; did you mean 'qwen3'"
     with pytest.raises(ConfigError, match=expected):
         MessageParser("qwen")

@@ -77,6 +77,20 @@ WITHOUT_ENDS = (
 NASTY = '{"a": "</tool_call> {\\"x\\": [TOOL_CALLS]", "b": [{}, {"c": [1, -2.5e3, null]}], "d": "<tool_call>\\\\"}'
 
 
+SEED = (
+    "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Zürich</parameter>\n<parameter=days>2</parameter>\n"
+    "</function>\n</seed:tool_call>"
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Zürich</parameter>\n'
+    '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+)
+GLM = (
+    "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>2</arg_value>\n</tool_call>"
+)
+
+
 def coder(*parameters: tuple[str, str]) -> str:
     """A call of get_weather as Qwen 3 Coder writes it."""
     written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
@@ -247,6 +261,35 @@ CASES = [
         [("f", '{"a": "x"…')],
     ),
     Case("qwen3", "<function=f><parameter=a>x</parameter><parameter=ke", None, [("f", '{"a": "x", "ke…')]),
+    # ---- Qwen's tags in other spellings
+    Case("seed_oss", SEED, None, [("get_weather", '{"city": "Zürich", "days": 2}')]),
+    Case("seed_oss", f"A {SEED}\n{SEED} B", "A B", [("get_weather", '{"city": "Zürich", "days": 2}')] * 2),
+    Case("seed_oss", "<seed:tool_call> no </seed:tool_call> A", "<seed:tool_call> no </seed:tool_call> A", []),
+    Case("minimax_m2", MINIMAX, None, [("get_weather", '{"city": "Zürich", "days": 2}'), ("now", "{}")]),
+    Case("minimax_m2", f"A {MINIMAX} B", "A B", [("get_weather", '{"city": "Zürich", "days": 2}'), ("now", "{}")]),
+    Case("minimax_m2", '<invoke name="f">x</invoke>', '<invoke name="f">x</invoke>', []),
+    Case("glm45", GLM, None, [("get_weather", '{"city": "Zürich", "days": 2}')]),
+    Case("glm45", f"A\n{GLM}\n{GLM}\nB", "A\nB", [("get_weather", '{"city": "Zürich", "days": 2}')] * 2),
+    Case("glm47", GLM.replace("\n", ""), None, [("get_weather", '{"city": "Zürich", "days": 2}')]),
+    Case("glm47", "<tool_call>now</tool_call>", None, [("now", "{}")]),
+    Case("glm45", "<tool_call>now oops</tool_call>", "<tool_call>now oops</tool_call>", []),
+    Case("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>bc", None, [("f", '{"a": "bc…')]),
+    Case(
+        "hy_v3",
+        "<tool_calls><tool_call>now<tool_sep></tool_call><tool_call>f<tool_sep><arg_key>a</arg_key>"
+        "<arg_value>x</arg_value></tool_call></tool_calls>",
+        None,
+        [("now", "{}"), ("f", '{"a": "x"}')],
+    ),
+    Case("ernie45", HERMES, None, [("get_weather", WEATHER)]),
+    Case(
+        "hunyuan_a13b",
+        f'A <tool_calls>[{{"name": "get_weather", "arguments": {WEATHER}}}, {{"name": "now", "arguments": {{}}}}]'
+        "</tool_calls> B",
+        "A B",
+        [("get_weather", WEATHER), ("now", "{}")],
+    ),
+    Case("hunyuan_a13b", "<tool_calls>no</tool_calls>", "<tool_calls>no</tool_calls>", []),
     # ---- DeepSeek
     Case("deepseek_v3", deepseek(v3("get_weather", WEATHER)), None, [("get_weather", WEATHER)]),
     Case(
