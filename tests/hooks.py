@@ -41,11 +41,11 @@ from jaxserve.engine.model_defaults import writable_markers as writable_markers
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.engine.startup import StartedEngine
 from jaxserve.layers import attention
+from jaxserve.layers.expert_activations import ClampedSwiGLU as ClampedSwiGLU
 from jaxserve.layers.model_config import RopeConfig as RopeConfig
 from jaxserve.layers.parallel import DtypePolicy as DtypePolicy
 from jaxserve.layers.routing import Routing as Routing
 from jaxserve.layers.rows import ROW_TILE as ROW_TILE
-from jaxserve.layers.sparse_mlp import ClampedSwiGLU as ClampedSwiGLU
 from jaxserve.parsers import ToolCall as ToolCall
 from jaxserve.scheduling import endings
 from jaxserve.scheduling import step as scheduled_step

@@ -177,12 +177,10 @@ class Attention(nnx.Module, ABC):
         return None if self.rope is None else inputs.rotations[self.rope]
 
     def heads(self, qkv: Float[Array, "T width"], rotation: Rotation | None) -> Heads:
-        """Split the projection into heads, normalize them and apply RoPE."""
-        return split_heads(qkv, rotation, self.head_norms, self.num_heads, self.num_kv_heads)
-
-    def query_heads(self, projected: Float[Array, "T width"], rotation: Rotation | None) -> Float[Array, "T N H"]:
-        """Return the queries of a layer that reads the keys and values of another."""
-        raise NotImplementedError
+        """Split the projection into heads, normalize them and apply RoPE; a layer that reads the keys and values of
+        another has queries alone."""
+        num_kv_heads = self.num_kv_heads if self.kv_spec.reads is None else 0
+        return split_heads(qkv, rotation, self.head_norms, self.num_heads, num_kv_heads)
 
     def write_projected(
         self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings

@@ -19,6 +19,8 @@ from jaxserve.layers.rows import map_rows
 from jaxserve.layers.sparse_mlp import SparseMLP
 from pallas_kernels.qkv_write import Heads, Rotation
 
+AnyMLP = GatedMLP | PlainMLP | SparseMLP
+
 
 class LayerOutput(NamedTuple):
     """Outputs of a layer.
@@ -86,23 +88,10 @@ class DecoderLayer(nnx.Module, ABC):
         used = num_tokens if tile is None else None
         if not settings.counts_expert_tokens:
             after = partial(self.after_attention, num_rows=used)
-            x = map_rows(after, (x, attended), num_tokens, tile, len(attended))
-            return LayerOutput(self._finished(x, inputs, settings), pools)
+            return LayerOutput(map_rows(after, (x, attended), num_tokens, tile, len(attended)), pools)
         after = partial(self.after_attention_with_experts, num_rows=used)
         x, experts = map_rows(after, (x, attended), num_tokens, tile, len(attended))
-        counts = None if experts is None else count_tokens(experts, num_tokens, self.num_experts)
-        return LayerOutput(self._finished(x, inputs, settings), pools, counts)
-
-    def add_layer_input(self, x: Float[Array, "rows D"], own: Float[Array, "rows P"]) -> Float[Array, "rows D"]:
-        """Return the layer's output from what attention and MLP made, and the layer's own input."""
-        raise NotImplementedError
-
-    def _finished(
-        self, x: Float[Array, "rows D"], inputs: AttentionInputs, settings: AttentionSettings
-    ) -> Float[Array, "rows D"]:
-        if inputs.layer_input is None:
-            return x
-        return map_rows(self.add_layer_input, (x, inputs.layer_input), inputs.num_tokens, settings.row_tile)
+        return LayerOutput(x, pools, None if experts is None else count_tokens(experts, num_tokens, self.num_experts))
 
     def _written(
         self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
@@ -112,24 +101,17 @@ class DecoderLayer(nnx.Module, ABC):
         In tiled (deterministic) mode, normalization and RoPE run inside each tile.
         """
         num_tokens, tile = inputs.num_tokens, settings.row_tile
-        if self.kv_spec.reads is not None:
-            rotation = self.attention.rotation(inputs) or ()
-            queries = partial(self._queries, num_rows=num_tokens if tile is None else None)
-            return map_rows(queries, (x, *rotation), num_tokens, tile, len(inputs.batch.token_pages)), pools
-        if settings.kernel.writer is not None and tile is None:
+        has_own = self.kv_spec.reads is None
+        if settings.kernel.writer is not None and tile is None and has_own:
             return self.attention.write_projected(self.projected(x, num_tokens), pools, inputs, settings)
         rotation = self.attention.rotation(inputs) or ()
         computed = partial(self._heads, num_rows=num_tokens if tile is None else None)
         heads = map_rows(computed, (x, *rotation), num_tokens, tile, len(inputs.batch.token_pages))
+        if not has_own:
+            return heads.query, pools
         kernel_pools = cast(Any, pools)  # as many as the kernel's operation has
         written = settings.kernel.write_kv(kernel_pools, heads.key, heads.value, inputs.batch, settings.page_size)
         return heads.query, written
-
-    def _queries(
-        self, x: Float[Array, "rows D"], *rotation: Float[Array, "T half"], num_rows: Int[Array, ""] | None
-    ) -> Float[Array, "T N H"]:
-        projected = self.projected(x, num_rows)
-        return self.attention.query_heads(projected, cast(Rotation, rotation) if rotation else None)
 
     def _heads(
         self, x: Float[Array, "rows D"], *rotation: Float[Array, "T half"], num_rows: Int[Array, ""] | None
@@ -153,7 +135,7 @@ class RMSNormLayer(DecoderLayer):
         attention_norm: RMSNorm,
         attention: Attention,
         mlp_norm: RMSNorm,
-        mlp: GatedMLP | PlainMLP | SparseMLP,
+        mlp: AnyMLP,
         *,
         residual_multiplier: float = 1.0,
     ):
@@ -184,7 +166,7 @@ class PreNormLayer(RMSNormLayer):
     @property
     def num_experts(self) -> int:
         """Number of experts that each token is routed to some of; 0 for a dense layer."""
-        return self.mlp.routing.num_experts if isinstance(self.mlp, SparseMLP) else 0
+        return _num_experts(self.mlp)
 
     def after_attention_with_experts(
         self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
@@ -192,9 +174,7 @@ class PreNormLayer(RMSNormLayer):
         """Return the layer's output, and the experts of each token if the MLP is a mixture of experts."""
         scale, norm = self.residual_multiplier, self.mlp_norm
         x = self.attention.output(attended, residual=x, scale=scale, num_rows=num_rows)
-        if isinstance(self.mlp, SparseMLP):
-            return self.mlp.with_experts(x, norm=norm, residual=x, scale=scale, num_rows=num_rows)
-        return self.mlp(x, norm=norm, residual=x, scale=scale, num_rows=num_rows), None
+        return _run_mlp(self.mlp, x, norm=norm, residual=x, scale=scale, num_rows=num_rows)
 
 
 class LayerNormLayer(DecoderLayer):
@@ -203,17 +183,17 @@ class LayerNormLayer(DecoderLayer):
     Args:
         attention_norm: Norm of the attention branch.
         attention: Attention.
-        mlp_norm: Norm of the MLP branch.
-        mlp: MLP, plain or sparse.
-        is_parallel: Whether both branches read the layer's input (GPT-NeoX).
+        mlp_norm: Norm of the MLP branch; None for that of the attention branch (Cohere 2).
+        mlp: MLP: gated, plain or sparse.
+        is_parallel: Whether both branches read the layer's input (GPT-NeoX, Cohere 2).
     """
 
     def __init__(
         self,
         attention_norm: LayerNorm,
         attention: Attention,
-        mlp_norm: LayerNorm,
-        mlp: PlainMLP | SparseMLP,
+        mlp_norm: LayerNorm | None,
+        mlp: AnyMLP,
         *,
         is_parallel: bool = False,
     ):
@@ -240,14 +220,24 @@ class LayerNormLayer(DecoderLayer):
     @property
     def num_experts(self) -> int:
         """Number of experts that each token is routed to some of; 0 for a dense layer."""
-        return self.mlp.routing.num_experts if isinstance(self.mlp, SparseMLP) else 0
+        return _num_experts(self.mlp)
 
     def after_attention_with_experts(
         self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"] | None]:
         """Return the layer's output, and the experts of each token if the MLP is a mixture of experts."""
         after = self.attention.output(attended, residual=x, num_rows=num_rows)
-        normed = self.mlp_norm(x if self.is_parallel else after)
-        if isinstance(self.mlp, SparseMLP):
-            return self.mlp.with_experts(normed, residual=after, num_rows=num_rows)
-        return self.mlp(normed, residual=after, num_rows=num_rows), None
+        norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
+        return _run_mlp(self.mlp, norm(x if self.is_parallel else after), residual=after, num_rows=num_rows)
+
+
+def _num_experts(mlp: AnyMLP) -> int:
+    return mlp.routing.num_experts if isinstance(mlp, SparseMLP) else 0
+
+
+def _run_mlp(
+    mlp: AnyMLP, x: Float[Array, "rows D"], **options: Any
+) -> tuple[Float[Array, "rows D"], Int[Array, "T k"] | None]:
+    """Return the output of an MLP, and the experts of each token if it is a mixture of experts; ``options`` are those
+    of its call."""
+    return mlp.with_experts(x, **options) if isinstance(mlp, SparseMLP) else (mlp(x, **options), None)

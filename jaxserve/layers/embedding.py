@@ -30,8 +30,7 @@ class VocabEmbedding(nnx.Module):
         padded, parts = parallel.padded_vocab(vocab_size), (parallel.parts(parallel.vocab), 1)
         recipe = padded_rows(scope, "weight", vocab_size, padded, hidden_size)
         self.weight = weight(recipe, ("vocab", "embed"), parts, scope)
-        bias = padded_vector(scope, "bias", vocab_size, padded)
-        self.bias = vector(bias, "vocab", scope) if has_bias else None
+        self.bias = vector(padded_vector(scope, "bias", vocab_size, padded), "vocab", scope) if has_bias else None
         self.vocab_size, self.num_rows = vocab_size, recipe.shape[0] // parts[0]
         self.mesh_axis, self.dtype = parallel.vocab, scope.policy.activations_dtype
         self.residual_axis = parallel.residual_axis

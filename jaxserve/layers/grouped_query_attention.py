@@ -13,7 +13,7 @@ from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, rows_of, stack_rows, vector
-from pallas_kernels.qkv_write import Heads, QkNorms, Rotation, apply_rope
+from pallas_kernels.qkv_write import Heads, QkNorms, Rotation
 
 QkNorm = Literal["none", "head", "width"]
 
@@ -137,8 +137,8 @@ class GroupedQueryAttention(Attention):
         """Norms over each head of queries and keys, before the rotary embedding."""
         if self.qk_norm != "head" or self.is_normed_last:
             return None
-        assert self.k_norm is not None, "this layer reads the keys of another"
-        return QkNorms(self.q_norm.gain, self.k_norm.gain, self.q_norm.eps)
+        key_norm = self.q_norm if self.k_norm is None else self.k_norm  # without keys, there is nothing to normalize
+        return QkNorms(self.q_norm.gain, key_norm.gain, self.q_norm.eps)
 
     @property
     def head_sinks(self) -> Float[Array, " N"] | None:
@@ -166,12 +166,6 @@ class GroupedQueryAttention(Attention):
         if self.is_normed_last and self.k_norm is not None:
             heads = heads._replace(query=self.q_norm(heads.query), key=self.k_norm(heads.key))
         return heads if self.v_norm is None else heads._replace(value=self.v_norm(heads.value))
-
-    def query_heads(self, projected: Float[Array, "T width"], rotation: Rotation | None) -> Float[Array, "T N H"]:
-        """Return normalized and rotated queries, of a layer that reads the keys and values of another."""
-        query = projected.reshape(len(projected), self.num_heads, self.head_dim)
-        query = self.q_norm(query) if self.qk_norm == "head" else query
-        return query if rotation is None else apply_rope(query, *rotation)
 
     def write_projected(
         self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings

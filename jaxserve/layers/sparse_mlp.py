@@ -9,7 +9,6 @@ Native kernels compute each row separately. What XLA computes between them runs 
 the same bits in every batch.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -20,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from checkpoints import Piece, TensorRecipe, whole
+from jaxserve.layers.expert_activations import ActivationGLU, ClampedSwiGLU
 from jaxserve.layers.expert_dispatch import exchange_rows, gather_rows
 from jaxserve.layers.expert_load import count_each
 from jaxserve.layers.linear import ColumnParallelLinear, add_branch
@@ -62,31 +62,6 @@ class ExpertNames(NamedTuple):
 
 
 DEFAULT_NAMES: Final = ExpertNames()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ClampedSwiGLU:
-    """``gate * sigmoid(alpha * gate) * (up + 1)``, with bounded gate and up (GPT-OSS).
-
-    Attributes:
-        alpha: Slope of the sigmoid.
-        limit: Bound of gate from above, and of up from both sides.
-    """
-
-    alpha: float
-    limit: float
-
-    def __call__(self, gate: Float[Array, "T F"], up: Float[Array, "T F"]) -> Float[Array, "T F"]:
-        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class GeluGLU:
-    """``gelu(gate) * up``, with the approximation by tanh (Gemma 4)."""
-
-    def __call__(self, gate: Float[Array, "T F"], up: Float[Array, "T F"]) -> Float[Array, "T F"]:
-        return jax.nn.gelu(gate, approximate=True) * up
 
 
 class SharedExpert(nnx.Module):
@@ -138,7 +113,7 @@ class SparseMLP(nnx.Module):
         scope: Scope,
         names: ExpertNames = DEFAULT_NAMES,
         shared: SharedExpert | None = None,
-        activation: ClampedSwiGLU | GeluGLU | None = None,
+        activation: ClampedSwiGLU | ActivationGLU | None = None,
         router_bias: bool = False,
         router_norm: RMSNorm | None = None,
         router_scale: float = 1.0,
@@ -184,8 +159,9 @@ class SparseMLP(nnx.Module):
         )
         self.activation, self.is_interleaved = activation, names.is_interleaved
         self.router_norm, self.router_scale = router_norm, router_scale
-        scales = whole(scope.at(expert_scales or "").module, (count,))
-        self.expert_scales = None if expert_scales is None else vector(scales, "embed", scope)
+        self.expert_scales = (
+            None if expert_scales is None else vector(whole(scope.at(expert_scales).module, (count,)), "embed", scope)
+        )
         gate_up_bias, down_bias = names.biases or (None, None)
         self.gate_up_bias = _expert_bias(gate_up_bias, count, 2 * ffn_size, "expert_ffn", scope)
         self.down_bias = _expert_bias(down_bias, count, hidden_size, "embed", scope)
@@ -235,15 +211,14 @@ class SparseMLP(nnx.Module):
         self, norm: RMSNorm | None, x: Float[Array, "T D"]
     ) -> tuple[Float[Array, "T D"], Float[Array, "T k"], Int[Array, "T k"]]:
         """Normalize; return that, and the weights and indices of each token's experts."""
-        routed = x if self.router_norm is None else self.router_norm(x)
-        x = x if norm is None else norm(x)
-        logits = self.router.in_float32(x if self.router_norm is None else routed)
+        normed = x if norm is None else norm(x)
+        logits = self.router.in_float32(normed if self.router_norm is None else self.router_norm(x))
         logits = logits if self.router_scale == 1.0 else logits * self.router_scale
         correction = None if self.correction is None else self.correction[...]
         weights, experts = self.routing(logits, correction)
         if self.expert_scales is not None:
             weights = weights * self.expert_scales[...].astype(jnp.float32)[experts]
-        return x, weights, experts
+        return normed, weights, experts
 
     @property
     def _summed_axes(self) -> tuple[str, ...]:

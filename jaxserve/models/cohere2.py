@@ -3,11 +3,7 @@
 import dataclasses
 from typing import Final
 
-from jaxtyping import Array, Float, Int
-
-from jaxserve.layers.attention import Attention
-from jaxserve.layers.decoder import DecoderLayer
-from jaxserve.layers.mlp import GatedMLP
+from jaxserve.layers.decoder import LayerNormLayer
 from jaxserve.layers.norm import LayerNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
@@ -55,44 +51,16 @@ def build(config: Cohere2Config, scope: Scope) -> CausalLM:
     return build_decoder(config, scope, _build_layer, norm=norm, logits_divisor=1.0 / config.logits_scale)
 
 
-class ParallelLayer(DecoderLayer):
-    """Attention and MLP of the same normalized input, both added to it.
-
-    Args:
-        norm: Norm of the input.
-        attention: Attention.
-        mlp: MLP.
-    """
-
-    def __init__(self, norm: LayerNorm, attention: Attention, mlp: GatedMLP):
-        super().__init__(attention)
-        self.norm, self.mlp = norm, mlp
-
-    @property
-    def has_fused_norms(self) -> bool:
-        """Return False: no kernel fuses a layer norm."""
-        return False
-
-    def projected(self, x: Float[Array, "rows D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
-        """Compute queries, keys and values of the normalized input."""
-        return self.attention.project_input(self.norm(x), num_rows=num_rows)
-
-    def after_attention(
-        self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
-    ) -> Float[Array, "rows D"]:
-        """Return the layer's output from its input and the attention output."""
-        after = self.attention.output(attended, residual=x, num_rows=num_rows)
-        return self.mlp(self.norm(x), residual=after, num_rows=num_rows)
-
-
 def _build_norm(config: Cohere2Config, scope: Scope) -> LayerNorm:
     return LayerNorm(config.hidden_size, eps=config.norm_eps, scope=scope, has_bias=False)
 
 
-def _build_layer(config: Cohere2Config, index: int, scope: Scope) -> ParallelLayer:
+def _build_layer(config: Cohere2Config, index: int, scope: Scope) -> LayerNormLayer:
     paired_dim = config.head_dim if config.rope_layers[index] else 0
-    return ParallelLayer(
+    return LayerNormLayer(
         _build_norm(config, scope.at("input_layernorm")),
         build_attention(config, index, scope.at("self_attn"), paired_dim=paired_dim),
+        None,
         build_mlp(config, scope.at("mlp")),
+        is_parallel=True,
     )

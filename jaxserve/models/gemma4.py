@@ -9,8 +9,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from checkpoints import whole
-from jaxserve.layers.decoder import RMSNormLayer
+from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools
+from jaxserve.layers.decoder import LayerOutput, RMSNormLayer
 from jaxserve.layers.embedding import PerLayerEmbedding
+from jaxserve.layers.expert_activations import ActivationGLU
 from jaxserve.layers.grouped_query_attention import GroupedQueryAttention
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.model_config import RopeConfig
@@ -18,7 +20,8 @@ from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import vector
 from jaxserve.layers.routing import Routing
-from jaxserve.layers.sparse_mlp import ExpertNames, GeluGLU, SparseMLP, replicated_linear
+from jaxserve.layers.rows import map_rows
+from jaxserve.layers.sparse_mlp import ExpertNames, SparseMLP, replicated_linear
 from jaxserve.models import gemma
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp, build_norm
@@ -249,8 +252,17 @@ class Gemma4Layer(RMSNormLayer):
         x = x + self.after[1](branch)
         return (x * self.scalar[...] if self.own_input is None else x), chosen
 
-    def add_layer_input(self, x: Float[Array, "rows D"], own: Float[Array, "rows P"]) -> Float[Array, "rows D"]:
-        """Return the layer's output from what attention and MLP made, and the layer's own input."""
+    def __call__(
+        self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+    ) -> LayerOutput:
+        """Run the layer: attention and MLP, then its own input."""
+        made = super().__call__(x, pools, inputs, settings)
+        if inputs.layer_input is None:
+            return made
+        added = map_rows(self._add_input, (made.x, inputs.layer_input), inputs.num_tokens, settings.row_tile)
+        return made._replace(x=added)
+
+    def _add_input(self, x: Float[Array, "rows D"], own: Float[Array, "rows P"]) -> Float[Array, "rows D"]:
         assert self.own_input is not None
         return (x + self.own_input(x, own)) * self.scalar[...]
 
@@ -301,7 +313,7 @@ def _build_experts(config: Gemma4Config, scope: Scope) -> SparseMLP:
         config.routing,
         scope=scope,
         names=_NAMES,
-        activation=GeluGLU(),
+        activation=ActivationGLU("gelu_pytorch_tanh"),
         router_norm=RMSNorm(config.hidden_size, eps=config.norm_eps, scope=scope.at("router"), tensor="scale"),
         router_scale=config.hidden_size**-0.5,
         expert_scales="router.per_expert_scale",

@@ -4,8 +4,9 @@ import dataclasses
 from typing import Any, Final
 
 from jaxserve.layers.decoder import PreNormLayer
+from jaxserve.layers.expert_activations import ClampedSwiGLU
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.sparse_mlp import ClampedSwiGLU, ExpertNames, SparseMLP
+from jaxserve.layers.sparse_mlp import ExpertNames, SparseMLP
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_attention, build_decoder, build_norm
 from jaxserve.models.hf_config import ConfigFields

@@ -1,7 +1,6 @@
 """Granite MoE with shared experts, and Granite 4 without Mamba layers: an MLP beside the experts, or in their place."""
 
 import dataclasses
-from functools import partial
 from typing import Final
 
 from jaxserve.layers.decoder import PreNormLayer
@@ -62,7 +61,7 @@ def _with_known_layers(fields: ConfigFields) -> ConfigFields:
 
 def build(config: GraniteMoeConfig, scope: Scope) -> CausalLM:
     """Return the module, with the config's constants."""
-    return granite.build_with(config, scope, partial(_build_layer))
+    return granite.build_with(config, scope, _build_layer)
 
 
 def _build_layer(

@@ -10,8 +10,8 @@ import transformers
 from checkpoints.quantized.registry import REFUSED
 from jaxserve.api.errors import ConfigError, UnsupportedModelError
 from jaxserve.layers.decoder import RMSNormLayer
+from jaxserve.layers.expert_activations import ClampedSwiGLU
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.sparse_mlp import ClampedSwiGLU
 from jaxserve.models.abstract import outline
 from jaxserve.models.decoder import DecoderConfig
 from jaxserve.models.gpt2 import GPT2Config
