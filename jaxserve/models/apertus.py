@@ -15,7 +15,7 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_decoder, build_layer
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder
-from jaxserve.models.hf_rope import RopeDefaults
+from jaxserve.models.hf_rope import RopeDefaults, with_default_rope
 
 _THETA: Final = 12_000_000.0
 _DEFAULTS: Final = FamilyDefaults(
@@ -37,8 +37,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     """Read a config of ApertusForCausalLM."""
     if fields.text("hidden_act", "xielu") != "xielu":
         fields.note("hidden_act", f"expected xielu, got {fields.text('hidden_act', 'xielu')!r}")
-    if not (fields.is_given("rope_scaling") or fields.is_given("rope_parameters")):
-        fields = fields.with_defaults({"rope_parameters": _LLAMA3})
+    fields = with_default_rope(fields, _LLAMA3)
     return read_decoder(fields.replaced({"hidden_act": None}), architecture, _DEFAULTS)
 
 

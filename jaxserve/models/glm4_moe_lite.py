@@ -34,9 +34,8 @@ _LATENTS: Final = {
 def config_from_hf(fields: ConfigFields, architecture: str) -> DeepseekConfig:
     """Read a config of Glm4MoeLiteForCausalLM: ``mlp_layer_types`` says which layers are dense, by default the
     first."""
-    given = {name: value for name, value in _LATENTS.items() if name not in fields.raw}
     base = read_deepseek(
-        fields.with_defaults(given),
+        fields.with_missing(_LATENTS),
         architecture,
         _DEFAULTS,
         partial(read_corrected_routing, experts=64, per_token=4, scale=1.8, groups=(1, 1)),

@@ -11,7 +11,7 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_attention, build_decoder, build_norm
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, Windows, read_decoder, read_windows
-from jaxserve.models.hf_rope import RopeDefaults
+from jaxserve.models.hf_rope import RopeDefaults, with_default_rope
 from jaxserve.models.sparse_decoder import SparseConfig, read_routing
 
 
@@ -61,8 +61,7 @@ class GptOssConfig(SparseConfig):
 def config_from_hf(fields: ConfigFields, architecture: str) -> GptOssConfig:
     """Read a config of GptOssForCausalLM: without ``layer_types`` every other layer slides, from the first on."""
     fields = fields.with_aliases({"num_experts": "num_local_experts"})
-    if not fields.is_given("rope_scaling"):
-        fields = fields.with_defaults({"rope_parameters": _YARN})
+    fields = with_default_rope(fields, _YARN)
     base = read_decoder(fields, architecture, _DEFAULTS)
     return GptOssConfig(
         **vars(base),

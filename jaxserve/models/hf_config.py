@@ -94,6 +94,10 @@ class ConfigFields:
         given = {name: value for name, value in self.raw.items() if value is not None}
         return ConfigFields({**self.raw, **values, **given}, self.path, self._prefix, self._problems)
 
+    def with_missing(self, values: Mapping[str, Any]) -> "ConfigFields":
+        """Return the same fields, with values for those that are missing, not for null; problems are shared."""
+        return ConfigFields({**values, **self.raw}, self.path, self._prefix, self._problems)
+
     def replaced(self, values: Mapping[str, Any]) -> "ConfigFields":
         """Return the same fields, with other values for some; problems are shared."""
         return ConfigFields({**self.raw, **values}, self.path, self._prefix, self._problems)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 from jaxserve.layers.model_config import RopeConfig, RopeKind
 from jaxserve.models.hf_config import ConfigFields
@@ -40,6 +40,16 @@ def longest_context(rope: RopeConfig) -> int:
     return max(rope.max_positions, int(min(stretched, _MAX_POSITIONS)))
 
 
+def rope_fields(fields: ConfigFields) -> ConfigFields:
+    """Return the fields of the rotary embedding, whichever of the two names they are under."""
+    return fields.nested("rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters")
+
+
+def with_default_rope(fields: ConfigFields, rope: Mapping[str, Any]) -> ConfigFields:
+    """Return the fields, with a rotary embedding if they have none."""
+    return fields if fields.is_given("rope_scaling") else fields.with_defaults({"rope_parameters": dict(rope)})
+
+
 def read_rope(fields: ConfigFields, head_dim: int, defaults: RopeDefaults) -> RopeConfig:
     """Read ``rope_parameters`` (transformers 5), or ``rope_scaling`` and ``rope_theta`` (before).
 
@@ -48,7 +58,7 @@ def read_rope(fields: ConfigFields, head_dim: int, defaults: RopeDefaults) -> Ro
         head_dim: H.
         defaults: Defaults of the family.
     """
-    scaling = fields.nested("rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters")
+    scaling = rope_fields(fields)
     if defaults.layer_type is not None and scaling.is_given(defaults.layer_type):
         scaling = scaling.nested(defaults.layer_type)
     kind = _read_rope_kind(scaling, defaults)

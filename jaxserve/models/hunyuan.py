@@ -9,6 +9,7 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_layer
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder
+from jaxserve.models.hf_rope import rope_fields
 
 _DEFAULTS: Final = FamilyDefaults(
     norm_eps=1e-5,
@@ -27,7 +28,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
 
 def _with_fixed_base(fields: ConfigFields) -> ConfigFields:
     """Return the fields with ``rope_theta * alpha ** (H / (H - 2))`` as base, where they have such a factor."""
-    scaling = fields.nested("rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters")
+    scaling = rope_fields(fields)
     kind = scaling.raw.get("rope_type") or scaling.raw.get("type")
     if kind != "dynamic" or not scaling.raw.get("alpha"):
         return fields

@@ -10,7 +10,7 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_layer
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder, read_one_window
-from jaxserve.models.hf_rope import RopeDefaults
+from jaxserve.models.hf_rope import RopeDefaults, rope_fields, with_default_rope
 
 _DEFAULTS: Final = FamilyDefaults(
     num_kv_heads=8,
@@ -43,15 +43,14 @@ class Ministral3Config(DecoderConfig):
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> Ministral3Config:
     """Read a config of Ministral3ForCausalLM, which has the factor of queries among the fields of YaRN."""
-    if not (fields.is_given("rope_scaling") or fields.is_given("rope_parameters")):
-        fields = fields.with_defaults({"rope_parameters": _YARN})
+    fields = with_default_rope(fields, _YARN)
     base = read_decoder(fields, architecture, _DEFAULTS)
     return Ministral3Config(**vars(base), position_scale=read_position_scale(fields, base))
 
 
 def read_position_scale(fields: ConfigFields, base: DecoderConfig) -> PositionScale | None:
     """Read ``llama_4_scaling_beta``; the interval is the length that YaRN extends."""
-    scaling = fields.nested("rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters")
+    scaling = rope_fields(fields)
     if not scaling.is_given("llama_4_scaling_beta"):
         return None
     interval = base.rope.original_max_positions or base.rope.max_positions

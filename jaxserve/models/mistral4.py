@@ -45,9 +45,8 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DeepseekConfig:
     scaling = {**(fields.nested(name).raw or _YARN), "partial_rotary_factor": 1.0}
     rotated = fields.raw.get("qk_rope_head_dim")
     fields = fields.replaced({name: scaling, "head_dim": rotated, "partial_rotary_factor": None})
-    given = {each: value for each, value in _LATENTS.items() if each not in fields.raw}
     base = read_deepseek(
-        fields.with_defaults(given),
+        fields.with_missing(_LATENTS),
         architecture,
         _DEFAULTS,
         _read_routing,

@@ -12,7 +12,7 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_attention, build_decoder
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder, read_one_window
-from jaxserve.models.hf_rope import RopeDefaults
+from jaxserve.models.hf_rope import RopeDefaults, rope_fields
 from jaxserve.models.sparse_decoder import SparseConfig, read_routing
 
 _DEFAULTS: Final = FamilyDefaults(
@@ -41,7 +41,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> PhiMoeConfig:
     """Read a config of PhimoeForCausalLM: cosines and sines have a factor of their own beyond the original length;
     their frequencies are those of the original length at every length, as in transformers."""
     base = read_decoder(fields, architecture, _DEFAULTS)
-    scaling = fields.nested("rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters")
+    scaling = rope_fields(fields)
     if base.rope.kind == "longrope":
         factors = {name: scaling.number(name) for name in ("short_mscale", "long_mscale")}
         rope = dataclasses.replace(base.rope, long_factor=base.rope.short_factor, **factors)

@@ -103,10 +103,10 @@ def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
     fields = ConfigFields(raw, path)
     whole = _architecture(fields)
     check_quantization(fields)
-    fields, architecture = _of_language_model(fields, whole)
+    stated = text_fields(raw)
+    fields, architecture = _of_language_model(fields, whole, ConfigFields(stated, path))
     config = family(architecture).config_from_hf(fields, architecture)
     fields.raise_problems()
-    stated = text_fields(raw)
     config = dataclasses.replace(
         config,
         has_default_eos="eos_token_id" not in stated,
@@ -116,21 +116,26 @@ def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
     return config if whole in fields.raw["architectures"] else without_head(config)
 
 
-def _of_language_model(fields: ConfigFields, architecture: str) -> tuple[ConfigFields, str]:
+def _of_language_model(fields: ConfigFields, architecture: str, inner: ConfigFields) -> tuple[ConfigFields, str]:
     """Return the fields of the language model of a multimodal class, and its own class; those of another class as they
-    are."""
+    are.
+
+    Args:
+        fields: Fields of the file.
+        architecture: The class that it names.
+        inner: Those of the language model.
+    """
     if architecture not in TEXT_HALVES:
         return fields, architecture
-    half, raw = TEXT_HALVES[architecture], fields.raw
-    inner = text_fields(raw)
-    if "hidden_size" not in inner and not isinstance(raw.get("text_config"), dict):
+    half = TEXT_HALVES[architecture]
+    if "hidden_size" not in inner.raw and not isinstance(fields.raw.get("text_config"), dict):
         fields.note("text_config", "expected an object with the fields of the language model, but it is missing")
-    kind = inner.get("model_type") or next(iter(half.families))
+    kind = inner.raw.get("model_type") or next(iter(half.families))
     kind = f"{kind}_text" if f"{kind}_text" in half.families else kind
     if kind not in half.families:
         fields.note("text_config.model_type", f"expected one of {', '.join(half.families)}, got {kind!r}")
     fields.raise_problems()
-    return ConfigFields({**half.defaults, **inner}, fields.path), half.families[kind]
+    return inner.with_missing(half.defaults), half.families[kind]
 
 
 def without_head(config: ModelConfig) -> ModelConfig:
