@@ -16,7 +16,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import Bounds
 
-_GATE_UP: Final = re.compile(r"(.*\.experts\.)gate_up_proj(\.weight)?")
+_GATE_UP: Final = re.compile(r".*\.experts\.gate_up_proj(\.weight)?")
 
 
 def fused_experts(tensors: Collection[str]) -> list[str]:
@@ -46,7 +46,7 @@ def arrange_experts(reader: CheckpointReader) -> Mapping[str, View]:
                 f"tensor {name!r} has shape {list(shapes[0])} and {down.sources[0]!r} {list(shapes[1])}, expected "
                 "[experts, 2 * F, D] and [experts, D, F], or both with the last two axes exchanged"
             )
-        prefix = name[: name.index("gate_up_proj")]
+        prefix = name.partition("gate_up_proj")[0]
         for index in range(count):
             own = _matrix(gate_up, index)
             views[f"{prefix}{index}.gate_proj.weight"] = part(own, 0, ffn_size, -2)

@@ -84,7 +84,7 @@ class TagCallReader:
     after it.
     """
 
-    def __init__(self, reader: CallReader, schemas: Schemas, tags: Tags = QWEN) -> None:
+    def __init__(self, reader: CallReader, schemas: Schemas, tags: Tags) -> None:
         self._reader = reader
         self._schemas = schemas
         self._tags = tags

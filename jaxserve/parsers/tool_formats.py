@@ -9,6 +9,7 @@ from jaxserve.parsers.function_tags import GLM, MINIMAX, QWEN, SEED, TagCallRead
 from jaxserve.parsers.harmony import CALL_END, CALL_START, FUNCTIONS, MESSAGE
 from jaxserve.parsers.json_scanner import JsonScanner
 from jaxserve.parsers.python_calls import PythonCallReader
+from jaxserve.parsers.schema_types import Schemas
 from jaxserve.parsers.section_formats import DeepSeekFormat, KimiK2Format
 from jaxserve.parsers.source import NotACall, Reading
 from jaxserve.parsers.tool_format import ToolFormat
@@ -42,7 +43,7 @@ class Qwen3Format(ToolFormat):
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        yield from _read_tagged(reader, TagCallReader(reader, self.schemas, QWEN), QWEN, others=["{"])
+        yield from _read_tagged(reader, self.schemas, QWEN, others=["{"])
 
 
 class SeedFormat(ToolFormat):
@@ -52,7 +53,7 @@ class SeedFormat(ToolFormat):
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        yield from _read_tagged(reader, TagCallReader(reader, self.schemas, SEED), SEED)
+        yield from _read_tagged(reader, self.schemas, SEED)
 
 
 class MiniMaxFormat(ToolFormat):
@@ -65,7 +66,7 @@ class MiniMaxFormat(ToolFormat):
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        yield from _read_tagged(reader, TagCallReader(reader, self.schemas, MINIMAX), MINIMAX)
+        yield from _read_tagged(reader, self.schemas, MINIMAX)
 
 
 class GlmFormat(ToolFormat):
@@ -78,7 +79,7 @@ class GlmFormat(ToolFormat):
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        yield from _read_tagged(reader, TagCallReader(reader, self.schemas, GLM), GLM)
+        yield from _read_tagged(reader, self.schemas, GLM)
 
 
 class HunyuanFormat(ToolFormat):
@@ -243,16 +244,16 @@ TOOL_FORMATS: Mapping[str, type[ToolFormat]] = {
 }
 
 
-def _read_tagged(reader: CallReader, functions: TagCallReader, tags: Tags, others: Sequence[str] = ()) -> Reading[None]:
+def _read_tagged(reader: CallReader, schemas: Schemas, tags: Tags, others: Sequence[str] = ()) -> Reading[None]:
     """Read calls in tags to the end of the text.
 
     Args:
         reader: The reader.
-        functions: Reads one function.
+        schemas: The parameters of the offered tools.
         tags: The tags.
         others: Texts that begin a call in a block, besides the tag of a function: the brace of a JSON object.
     """
-    source, (start, end) = reader.source, tags.block
+    source, (start, end), functions = reader.source, tags.block, TagCallReader(reader, schemas, tags)
     while marker := (yield from reader.read_content([start, tags.function])):
         if marker == start:
             yield from source.skip_all([start])

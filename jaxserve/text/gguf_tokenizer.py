@@ -8,16 +8,15 @@ from typing import Final
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, models, normalizers
 
 from checkpoints import CheckpointError, is_gguf
 from checkpoints.quantized.gguf_file import GgufFiles, Metadata
 from jaxserve.api.errors import ConfigError
-from jaxserve.text.fast_backend import FastBackend
-from jaxserve.text.flagged_tokens import add_flagged_tokens
 from jaxserve.text.gguf_splits import SPLITTINGS, Splitting
+from jaxserve.text.rank_tokenizer import byte_level
 from jaxserve.text.sentencepiece_backend import SentencePieceBackend
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer, with_flagged_tokens
 from jaxserve.text.tokenizer_files import TokenizerSettings
 
 _PREFIX: Final = "tokenizer.ggml."
@@ -48,8 +47,7 @@ def load_model_tokenizer(path: Path, tokenizer_mode: str = "auto") -> Tokenizer:
     model, settings = _read(path)
     if isinstance(model, bytes):
         return Tokenizer(path, SentencePieceBackend(model, settings, str(path)), settings)
-    add_flagged_tokens(model, settings.config, settings.special_tokens)
-    return Tokenizer(path, FastBackend(model), settings)
+    return with_flagged_tokens(path, model, settings)
 
 
 def gguf_tokenizer_files(path: Path) -> dict[str, bytes]:
@@ -165,12 +163,9 @@ def _byte_level(metadata: Metadata, tokens: list[str], types: np.ndarray, splitt
         model = models.BPE(vocabulary, merges, ignore_merges=splitting.ignores_merges)
     except Exception as error:  # the library raises bare Exception
         raise metadata.error(field, f"not a BPE of the tokens: {error}") from error
-    fast = tokenizers.Tokenizer(model)
+    fast = byte_level(model, splitting.patterns)
     if splitting.normalizes:
         fast.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitting.patterns]
-    fast.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens([_added(tokens[index], True) for index in np.flatnonzero(types == _CONTROL)])
     fast.add_tokens([_added(tokens[index], False) for index in np.flatnonzero(types == _USER_DEFINED)])
     return fast

@@ -120,11 +120,17 @@ def _byte_level_bpe(
         raise ConfigError(f"{path}: the special token {taken[0]!r} is a token of text too")
     merges = [(_text(left), _text(right)) for left, right in _merges(ranks)]
     vocabulary |= {text: index for index, text in special.items()}
-    fast = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    fast = byte_level(models.BPE(vocabulary, merges, ignore_merges=True), patterns)
+    fast.add_special_tokens([AddedToken(text, special=True, normalized=False) for _, text in sorted(special.items())])
+    return fast
+
+
+def byte_level(model: models.BPE, patterns: Iterable[str]) -> tokenizers.Tokenizer:
+    """Return a tokenizer of words' bytes, in GPT-2's alphabet; the patterns split text into words, in order."""
+    fast = tokenizers.Tokenizer(model)
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     fast.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
     fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens([AddedToken(text, special=True, normalized=False) for _, text in sorted(special.items())])
     return fast
 
 

@@ -236,16 +236,12 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
     if tokenizer_mode == "auto" and (path / "tokenizer.json").is_file():
         fast = _read_fast(path / "tokenizer.json")
         if _has_all(fast, settings):
-            add_flagged_tokens(fast, settings.config, settings.special_tokens)
-            return Tokenizer(path, FastBackend(fast), settings)
+            return with_flagged_tokens(path, fast, settings)
     elif tokenizer_mode == "auto" and (path / TEKKEN).is_file():
         fast, settings = read_tekken(path / TEKKEN, settings)
-        add_flagged_tokens(fast, settings.config, settings.special_tokens)
-        return Tokenizer(path, FastBackend(fast), settings)
+        return with_flagged_tokens(path, fast, settings)
     elif tokenizer_mode == "auto" and (path / TIKTOKEN).is_file():
-        fast = read_tiktoken(path / TIKTOKEN, settings)
-        add_flagged_tokens(fast, settings.config, settings.special_tokens)
-        return Tokenizer(path, FastBackend(fast), settings)
+        return with_flagged_tokens(path, read_tiktoken(path / TIKTOKEN, settings), settings)
     elif tokenizer_mode != "hf" and (path / "tokenizer.model").is_file():
         model = path / "tokenizer.model"
         return Tokenizer(path, SentencePieceBackend(read_sentencepiece(model), settings, str(model)), settings)
@@ -259,8 +255,22 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
     # A tokenizer class may define special tokens that no file has, as GPT-2's does.
     special = {name: str(token) for name, token in hf.special_tokens_map.items() if name in SPECIAL_NAMES}
     settings = dataclasses.replace(settings, special_tokens={**special, **settings.special_tokens})
-    add_flagged_tokens(hf.backend_tokenizer, settings.config, settings.special_tokens)
-    return Tokenizer(path, FastBackend(hf.backend_tokenizer), settings, hf)
+    return with_flagged_tokens(path, hf.backend_tokenizer, settings, hf)
+
+
+def with_flagged_tokens(
+    path: Path, fast: tokenizers.Tokenizer, settings: TokenizerSettings, hf: Any = None
+) -> Tokenizer:
+    """Return a tokenizer of the library's, which adds the BOS and EOS that its settings ask for.
+
+    Args:
+      path: Its directory or file.
+      fast: The tokenizer; changed.
+      settings: Its settings.
+      hf: That of transformers, if it was loaded with it.
+    """
+    add_flagged_tokens(fast, settings.config, settings.special_tokens)
+    return Tokenizer(path, FastBackend(fast), settings, hf)
 
 
 def _valid(text: str) -> str:
