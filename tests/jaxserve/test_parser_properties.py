@@ -23,6 +23,7 @@ TOOLS: list[dict[str, Any]] = [
 TAGS = "<function=f>\n<parameter=a>\nWORD\n</parameter>\n<parameter=n>\n2\n</parameter>\n</function>"
 JSON = '{"name": "f", "arguments": {"a": "WORD", "n": 2}}'
 PARAMETERS = '{"name": "f", "parameters": {"a": "WORD", "n": 2}}'
+COHERE = '{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": "WORD", "n": 2}}'
 ARGUMENTS = '{"a": "WORD", "n": 2}'
 PYTHON = '[f(a="WORD", n=2)]'
 CALLS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -54,7 +55,13 @@ CALLS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "<tool_calls><tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>WORD</arg_value><arg_key>n</arg_key>"
             "<arg_value>2</arg_value></tool_call></tool_calls>",
         ),
+        "apertus": (f'<|tools_prefix|>[{{"f": {ARGUMENTS}}}]<|tools_suffix|>',),
+        "cohere_command3": (f"<|START_ACTION|>[{COHERE}]<|END_ACTION|>",),
+        "gemma4": ('<|tool_call>call:f{a:<|"|>WORD<|"|>,n:2}<tool_call|>',),
+        "granite": (f"<|tool_call|>[{JSON}]", f"<tool_call>\n{JSON}\n</tool_call>", f"[{JSON}]"),
         "hunyuan_a13b": (f"<tool_calls>[{JSON}]</tool_calls>",),
+        "olmo3": ('<function_calls>\nf(a="WORD", n=2)\n</function_calls>',),
+        "phi4_mini_json": (f"functools[{JSON}]", f"<|tool_call|>[{JSON}]<|/tool_call|>"),
         "minimax_m2": (
             '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">WORD</parameter>\n<parameter name="n">2'
             "</parameter>\n</invoke>\n</minimax:tool_call>",
