@@ -97,7 +97,8 @@ class EngineConfig:
             ``processed_logprobs`` after them, ``raw_logits`` and ``processed_logits`` the logits themselves.
         logits_processors: Functions that change logits in the step (``LogitsProcessor``), or their ``module:name``.
         reasoning_parser: Format of the model's reasoning, for ``parse_message`` and ``thinking_token_budget``:
-            deepseek_r1, deepseek_v3, ernie45, glm45, hy_v3, minimax_m2, mistral, olmo3, openai_gptoss, qwen3, seed_oss
+            cohere_command3, cohere_command4, deepseek_r1, deepseek_v3, ernie45, gemma4, glm45, glm47, granite,
+            hunyuan_a13b, hy_v3, kimi_k2, minimax_m2, mistral, olmo3, openai_gptoss, poolside_v1, qwen3, seed_oss
             or think. Structured outputs then start after the reasoning.
         tool_call_parser: Format of the model's tool calls, for ``parse_message``: apertus, cohere_command3,
             cohere_command4, deepseek_v3, deepseek_v31, ernie45, gemma4, glm45, glm47, granite, granite4, hermes,

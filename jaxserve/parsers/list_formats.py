@@ -62,6 +62,7 @@ class CohereFormat(ListFormat):
     The model numbers the calls of a message from 0, so they get ids of their own.
     """
 
+    reasoning: ClassVar[str | None] = "cohere_command3"
     starts: ClassVar[Spellings] = ("<|START_ACTION|>",)
     ends: ClassVar[Spellings] = ("<|END_ACTION|>",)
 
