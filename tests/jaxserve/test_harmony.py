@@ -313,7 +313,7 @@ def test_a_grammar_holds_in_the_final_channel(tokenizer: Tokenizer, header: str)
     reasoning = find_reasoning(markers, tokenizer, tokenizer.encode(START), is_chat=True)
     assert reasoning is not None
     rule = Rule()
-    constraint = AfterReasoning(rule, reasoning)
+    constraint = AfterReasoning(rule, reasoning, tokenizer.pieces(skip_special_tokens=False).shown)
     for token in tokenizer.encode(f"{ANALYSIS}<final>.<|end|>{START}{PREAMBLE}So.<|end|>{START}{header}"):
         assert constraint.mask() is None
         assert constraint.accept(token) is False
@@ -328,7 +328,8 @@ def test_a_thinking_budget_ends_the_analysis(tokenizer: Tokenizer) -> None:
     markers = reasoning_markers("openai_gptoss", tokenizer)
     assert markers is not None
     prompt = tokenizer.encode(f"{START}{ANALYSIS}old<|end|>{START}{FINAL}x<|end|>{START}")
-    budget = ThinkingBudget(markers.start_ids, markers.end_ids, 2, prompt, vocab_size=512)
+    text_of = tokenizer.pieces(skip_special_tokens=False).shown
+    budget = ThinkingBudget(markers.texts, markers.end_ids, 2, prompt, 512, text_of)
     for token in tokenizer.encode(f"{ANALYSIS}ab"):
         assert budget.mask() is None
         budget.accept(token)
