@@ -70,7 +70,7 @@ FAMILIES: Final[dict[str, str]] = {
 }
 
 PARSERS: Final[Mapping[str, FamilyParsers]] = {
-    "ApertusForCausalLM": FamilyParsers(("apertus",)),
+    "ApertusForCausalLM": FamilyParsers(("apertus",), ("apertus",)),
     "Cohere2ForCausalLM": FamilyParsers(("cohere_command3",), ("cohere_command3",)),
     "DeepseekV2ForCausalLM": FamilyParsers(("deepseek_v3",)),
     "DeepseekV3ForCausalLM": FamilyParsers(("kimi_k2", "deepseek_v3"), ("deepseek_v3",)),

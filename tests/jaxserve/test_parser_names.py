@@ -51,9 +51,11 @@ def test_a_family_without_a_format_is_an_error() -> None:
     )
     with pytest.raises(ConfigError, match=f"{expected}or leave tool_call_parser out"):
         chosen_parsers(EngineConfig(model="demo", tool_call_parser="auto"), "GPT2LMHeadModel", None)
-    expected = "reasoning_parser='auto': the format of ApertusForCausalLM is not known; name one of cohere_command3, "
+    expected = (
+        "reasoning_parser='auto': the format of Gemma3ForCausalLM is not known; name one of apertus, cohere_command3, "
+    )
     with pytest.raises(ConfigError, match=expected):
-        chosen_parsers(EngineConfig(model="demo", reasoning_parser="auto"), "ApertusForCausalLM", None)
+        chosen_parsers(EngineConfig(model="demo", reasoning_parser="auto"), "Gemma3ForCausalLM", None)
 
 
 def test_a_chat_template_of_the_settings_decides(tmp_path: Path) -> None:
