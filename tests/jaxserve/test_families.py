@@ -26,6 +26,8 @@ GEMMA4 = {
     "final_logit_softcapping": 20.0,
     "global_head_dim": 24,
 }
+SELECTED = {name: value for name, value in DEEPSEEK.items() if name != "rope_interleave"}
+SELECTED |= {"index_topk": 20, "index_n_heads": 32, "index_head_dim": 16}
 ROWS = {
     "ministral3": Row(
         family="Ministral3",
@@ -163,6 +165,14 @@ ROWS = {
         | {"moe_layers": [1], "no_rope_layers": [1, 0, 1], "floor_scale": 16, "attn_scale": 0.5}
         | {"attention_chunk_size": 16},
         num_experts=6,
+    ),
+    "deepseek-v32": Row(family="DeepseekV32", raw=SELECTED | {"n_group": 2, "topk_group": 1}, seed=1, num_experts=8),
+    "glm-moe-dsa": Row(
+        family="GlmMoeDsa",
+        raw=SELECTED | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+        seed=1,
+        fast=(),
+        num_experts=8,
     ),
     "llama4-dense": Row(
         family="Llama4",
