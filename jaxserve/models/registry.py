@@ -194,7 +194,8 @@ def _with_head(architecture: str, *, is_multimodal: bool) -> tuple[str, ...]:
     """Return the classes with a head that a class without one may belong to: LlamaForCausalLM for LlamaModel."""
     stem = architecture.removesuffix("Model").removesuffix("Text")
     causal = {"GPT2": "GPT2LMHeadModel"}.get(stem, f"{stem}ForCausalLM")
-    return (f"{stem}ForConditionalGeneration", causal) if is_multimodal else (causal,)
+    whole = f"{stem}ForConditionalGeneration"
+    return (whole, causal) if is_multimodal else (causal, whole)
 
 
 def _unsupported(*architectures: str, has_code: bool = False) -> str:
