@@ -27,6 +27,7 @@ from jaxserve.engine.expert_load import ExpertLoad
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.engine.model_defaults import (
     check_parsers,
+    check_vocabulary,
     default_sampling_params,
     eos_token_ids,
     find_tokenizer,
@@ -102,6 +103,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     plan = plan_engine(config)
     default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
+    check_vocabulary(tokenizer, plan.config.vocab_size)
     check_parsers(config)
     check_weights(plan.directory, plan.models[0].whole_model(), plan.load_format)
     use_compilation_cache(config.compilation_cache_dir, plan.models[0].mesh.devices.flat[0])

@@ -106,8 +106,6 @@ def _read_routing(fields: ConfigFields) -> Routing:
     method = fields.text("topk_method", "greedy")
     if method not in _METHODS:
         fields.note("topk_method", f"expected {' or '.join(_METHODS)}, got {method!r}")
-    if fields.text("scoring_func", "softmax") != "softmax":
-        fields.note("scoring_func", f"expected softmax, got {fields.text('scoring_func', 'softmax')!r}")
     if fields.flag("norm_topk_prob", False):
         fields.note("norm_topk_prob", "expected false: the weights of this architecture's experts are not normalized")
     base = read_routing(fields, "n_routed_experts", 64, 6, is_normalized=False)

@@ -6,6 +6,7 @@ same architecture, for embeddings alone. Of a multimodal class, the language mod
 """
 
 import dataclasses
+import difflib
 import importlib
 from collections.abc import Mapping
 from typing import Any, Final, Protocol, cast, runtime_checkable
@@ -15,6 +16,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.hf_config import ConfigFields, check_quantization
+from jaxserve.models.refused import other_class, refusal
 from jaxserve.models.text_half import PREFIXES, TEXT_HALVES, text_fields
 
 FAMILIES: Final[dict[str, str]] = {
@@ -185,15 +187,34 @@ def _architecture(fields: ConfigFields) -> str:
         for known in (name, *_with_head(str(name), is_multimodal="text_config" in fields.raw)):
             if known in FAMILIES or known in TEXT_HALVES:
                 return str(known)
-    raise UnsupportedModelError(f"{fields.path}: {_unsupported(', '.join(map(str, names)))}")
+    raise UnsupportedModelError(
+        f"{fields.path}: {_unsupported(*map(str, names), has_code=fields.is_given('auto_map'))}"
+    )
 
 
 def _with_head(architecture: str, *, is_multimodal: bool) -> tuple[str, ...]:
     """Return the classes with a head that a class without one may belong to: LlamaForCausalLM for LlamaModel."""
     stem = architecture.removesuffix("Model").removesuffix("Text")
     causal = {"GPT2": "GPT2LMHeadModel"}.get(stem, f"{stem}ForCausalLM")
-    return (f"{stem}ForConditionalGeneration", causal) if is_multimodal else (causal,)
+    whole = f"{stem}ForConditionalGeneration"
+    return (whole, causal) if is_multimodal else (causal, whole)
 
 
-def _unsupported(architecture: str) -> str:
-    return f"architecture {architecture} is not supported; supported: {', '.join(supported_architectures())}"
+def _unsupported(*architectures: str, has_code: bool = False) -> str:
+    """Say that no class runs: why, and the nearest that does; the whole list where the reason is not known.
+
+    Args:
+        architectures: The names in config.json.
+        has_code: Whether the checkpoint has code of its own for them.
+    """
+    known, start = supported_architectures(), f"architecture {', '.join(architectures)} is not supported; supported:"
+    for name in architectures:
+        refused, other = refusal(name), other_class(name, known)
+        if refused is not None:
+            return f"{start} {refused.nearest}, which is the nearest; {name} {refused.reason}"
+        if other is not None:
+            return f"{start} {other}, the same model with an output head for tokens"
+    close = difflib.get_close_matches(architectures[0], known, n=1, cutoff=0.85)
+    question = f"; did you mean {close[0]}?" if close else ""
+    code = "; code in the checkpoint (auto_map) is never run" if has_code else ""
+    return f"{start} {', '.join(known)}{code}{question}"

@@ -103,6 +103,7 @@ ROWS = {
         family="Cohere2",
         raw={"hidden_size": 64, "sliding_window": 9, "sliding_window_pattern": 3, "logit_scale": 0.25}
         | {"layer_norm_eps": 1e-4, "tie_word_embeddings": True},
+        seed=1,
     ),
     "starcoder2": Row(family="Starcoder2", raw={"norm_epsilon": 1e-4, "sliding_window": 11}),
     "apertus": Row(family="Apertus", raw={"hidden_act": "xielu"}),
@@ -185,18 +186,22 @@ ROWS = {
 
 
 def make_hf(row: Row) -> Any:
-    """Transformers' model with random weights, none of them neutral."""
+    """Transformers' model with random weights, none of them neutral.
+
+    An embedding that is the head is small beside the layers: the next token would be the last one again.
+    """
     name = CONFIG_CLASSES.get(row.family, f"{row.family}Config")
     config = getattr(transformers, name)(**{**models.SIZES, **row.raw})
     config._attn_implementation = "eager"
     torch.manual_seed(row.seed)
     model = getattr(transformers, f"{row.family}ForCausalLM")(config).to(torch.float32).eval()
+    embed_gain = 0.1 if config.tie_word_embeddings else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
-                gain = 6.0 if "lm_head" in name else 1.0 if "embed" in name else 1.6
+                gain = 6.0 if "lm_head" in name else embed_gain if "embed_tokens." in name else 1.6
                 parameter.normal_(0.0, gain if "embed" in name else gain * parameter.shape[-1] ** -0.5)
-            elif "norm" in name:
+            elif "norm" in name and name.endswith("weight"):
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0.0, 0.5)
