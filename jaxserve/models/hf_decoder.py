@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from jaxserve.layers.model_config import RopeConfig
 from jaxserve.models.decoder import DecoderConfig
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_rope import RopeDefaults, longest_context, read_rope
@@ -124,6 +125,21 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
     )
 
 
+def read_local_rope(fields: ConfigFields, base: DecoderConfig, defaults: FamilyDefaults) -> RopeConfig:
+    """Read the rotary embedding of the layers with a window, ``rope_parameters.sliding_attention``; that of the others
+    if there are none.
+
+    Args:
+        fields: Fields of config.json.
+        base: The model, with the rotary embedding of the other layers.
+        defaults: Defaults of the family.
+    """
+    if all(window is None for window in base.sliding_windows):
+        return base.rope
+    local = RopeDefaults(is_partial=defaults.rope.is_partial, layer_type="sliding_attention")
+    return read_rope(fields.with_defaults(defaults.sizes), base.head_dim, local)
+
+
 def _read_bias(fields: ConfigFields, field: str, default: bool | None) -> bool:
     return default is not None and fields.flag(field, default)
 
@@ -153,6 +169,19 @@ def read_repeated_windows(fields: ConfigFields, num_layers: int, pattern: int) -
     """Read windows in every layer but each ``pattern``-th, unless ``layer_types`` says otherwise."""
     window = fields.nullable_integer("sliding_window", 4096)
     return read_windows(fields, window, [window is not None and (i + 1) % pattern != 0 for i in range(num_layers)])
+
+
+def read_listed_windows(fields: ConfigFields, num_layers: int, *, absent: int, slides: bool) -> Windows:
+    """Read windows in the layers that ``layer_types`` lists.
+
+    Args:
+        fields: Fields of config.json.
+        num_layers: Number of layers.
+        absent: ``sliding_window`` if that is missing.
+        slides: Whether all layers slide if ``layer_types`` is missing and there is a window.
+    """
+    window = fields.nullable_integer("sliding_window", absent)
+    return read_windows(fields, window, (slides and window is not None,) * num_layers)
 
 
 def read_one_window(fields: ConfigFields, num_layers: int, absent: int | None = None) -> Windows:

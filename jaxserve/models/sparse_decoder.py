@@ -56,11 +56,12 @@ def read_routing(fields: ConfigFields, experts: str, default: int, per_token: in
     return Routing(num_experts=count, experts_per_token=min(chosen, count), is_normalized=is_normalized)
 
 
-def read_listed_sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have experts: those that ``mlp_layer_types`` calls sparse, or all but the first."""
+def read_listed_sparse_layers(fields: ConfigFields, num_layers: int, num_dense: int = 1) -> tuple[bool, ...]:
+    """Return which layers have experts: those that ``mlp_layer_types`` calls sparse, or all but the first
+    ``num_dense``."""
     types = fields.items("mlp_layer_types")
     if types is None:
-        return (False, *(True,) * (num_layers - 1))
+        return tuple(index >= num_dense for index in range(num_layers))
     if len(types) != num_layers or not {*types} <= {"dense", "sparse"}:
         fields.note("mlp_layer_types", f"expected dense or sparse for each of {num_layers} layers, got {len(types)}")
         return (True,) * num_layers

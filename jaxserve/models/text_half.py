@@ -86,6 +86,9 @@ _QWEN3_VL_MOE: Final = {
     "norm_topk_prob": True,
 }
 TEXT_HALVES: Final[Mapping[str, TextHalf]] = {
+    "Exaone4_5_ForConditionalGeneration": TextHalf(
+        dict.fromkeys(("exaone4", "exaone4_5_text"), "Exaone4ForCausalLM"), ("visual",), {}
+    ),
     "Gemma3ForConditionalGeneration": TextHalf(
         {"gemma3_text": "Gemma3ForCausalLM"},
         _VISION,

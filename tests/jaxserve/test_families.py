@@ -26,6 +26,11 @@ GEMMA4 = {
     "final_logit_softcapping": 20.0,
     "global_head_dim": 24,
 }
+LAYERS = {"sliding_window": 9, "layer_types": GEMMA3_LAYERS}
+TWO_ROPES = {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}
+TWO_ROPES["rope_parameters"]["full_attention"] = rope(
+    "yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=6.0
+)["rope_parameters"]
 ROWS = {
     "ministral3": Row(
         family="Ministral3",
@@ -62,6 +67,7 @@ ROWS = {
         seed=1,
         fast=(),
     ),
+    "ministral": Row(family="Ministral", raw=LAYERS | {"num_key_value_heads": 2}, fast=()),
     "seed-oss": Row(family="SeedOss", raw={"attention_out_bias": True}),
     "glm4-moe": Row(
         family="Glm4Moe",
@@ -84,6 +90,11 @@ ROWS = {
         num_experts=6,
     ),
     "hy-v3": Row(family="HYV3", raw=QWEN_MOE | {"num_experts": 6}, fast=("tp2-experts2-gather",), num_experts=6),
+    "mellum": Row(
+        family="Mellum",
+        raw=LAYERS | TWO_ROPES | QWEN_MOE | {"num_experts": 6, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        num_experts=6,
+    ),
     "glm": Row(family="Glm", raw={"num_key_value_heads": 2} | rope("default", partial_rotary_factor=0.5)),
     "glm4": Row(family="Glm4", raw=rope("default", partial_rotary_factor=0.5)),
     "ernie": Row(family="Ernie4_5", raw={"use_bias": True, "tie_word_embeddings": True}),
