@@ -18,10 +18,12 @@ from jaxserve.models.hf_config import ConfigFields, check_quantization
 from jaxserve.models.text_half import PREFIXES, TEXT_HALVES, text_fields
 
 FAMILIES: Final[dict[str, str]] = {
+    "AfmoeForCausalLM": "jaxserve.models.afmoe",
     "ApertusForCausalLM": "jaxserve.models.apertus",
     "BaiChuanForCausalLM": "jaxserve.models.baichuan",
     "BaichuanForCausalLM": "jaxserve.models.baichuan",
     "Cohere2ForCausalLM": "jaxserve.models.cohere2",
+    "Cohere2MoeForCausalLM": "jaxserve.models.cohere2_moe",
     "DeepseekV2ForCausalLM": "jaxserve.models.deepseek_v2",
     "DeepseekV3ForCausalLM": "jaxserve.models.deepseek_v3",
     "Ernie4_5ForCausalLM": "jaxserve.models.ernie4_5",
@@ -46,6 +48,7 @@ FAMILIES: Final[dict[str, str]] = {
     "HYV3ForCausalLM": "jaxserve.models.hy_v3",
     "HunYuanDenseV1ForCausalLM": "jaxserve.models.hunyuan",
     "HunYuanMoEV1ForCausalLM": "jaxserve.models.hunyuan_moe",
+    "LagunaForCausalLM": "jaxserve.models.laguna",
     "Llama4ForCausalLM": "jaxserve.models.llama4",
     "LlamaForCausalLM": "jaxserve.models.llama",
     "MellumForCausalLM": "jaxserve.models.mellum",
@@ -55,6 +58,7 @@ FAMILIES: Final[dict[str, str]] = {
     "Mistral4ForCausalLM": "jaxserve.models.mistral4",
     "MistralForCausalLM": "jaxserve.models.mistral",
     "MixtralForCausalLM": "jaxserve.models.mixtral",
+    "MuseGlimmerForCausalLM": "jaxserve.models.muse_glimmer",
     "NanoChatForCausalLM": "jaxserve.models.nanochat",
     "Olmo2ForCausalLM": "jaxserve.models.olmo2",
     "Olmo3ForCausalLM": "jaxserve.models.olmo3",

@@ -100,12 +100,32 @@ def build_sparse_layer(
     """
     if not config.sparse_layers[index]:
         return build_layer(config, index, scope, **options)
-    inner, expert = scope.at(module), None
-    if config.shared_ffn_size:
-        mlp = GatedMLP(config.hidden_size, config.shared_ffn_size, activation=config.activation, scope=inner.at(shared))
-        gate = None if shared_gate is None else replicated_linear(config.hidden_size, shared_gate, 1, inner)
-        expert = SharedExpert(mlp, gate)
-    sparse = SparseMLP(
-        config.hidden_size, config.expert_ffn_size, config.routing, scope=inner, names=names, shared=expert
-    )
+    sparse = build_sparse_mlp(config, scope.at(module), names=names, shared=shared, shared_gate=shared_gate)
     return build_layer(config, index, scope, mlp=sparse, **options)
+
+
+def build_sparse_mlp(
+    config: SparseConfig,
+    scope: Scope,
+    *,
+    names: ExpertNames = DEFAULT_NAMES,
+    shared: str = "shared_expert",
+    shared_gate: str | None = None,
+    **options: Any,
+) -> SparseMLP:
+    """Build a mixture of experts, with a shared expert if the config has one.
+
+    Args:
+        config: The model.
+        scope: Scope of the module.
+        names: As in :func:`build_sparse_layer`, like ``shared`` and ``shared_gate``.
+        shared: Module of the shared expert.
+        shared_gate: Module of its gate.
+        options: Further options of ``SparseMLP``.
+    """
+    expert, sizes = None, (config.hidden_size, config.expert_ffn_size)
+    if config.shared_ffn_size:
+        mlp = GatedMLP(config.hidden_size, config.shared_ffn_size, activation=config.activation, scope=scope.at(shared))
+        gate = None if shared_gate is None else replicated_linear(config.hidden_size, shared_gate, 1, scope)
+        expert = SharedExpert(mlp, gate)
+    return SparseMLP(*sizes, config.routing, scope=scope, names=names, shared=expert, **options)

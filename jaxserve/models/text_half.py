@@ -120,6 +120,9 @@ TEXT_HALVES: Final[Mapping[str, TextHalf]] = {
         _VISION,
         class_sizes(32000, 4096, 14336, 32, 32, 131072),
     ),
+    "MuseGlimmerForConditionalGeneration": TextHalf(
+        {"muse_glimmer_text": "MuseGlimmerForCausalLM"}, ("vision_tower", "vision_adapter", "vision_projection"), {}
+    ),
     "Qwen2VLForConditionalGeneration": TextHalf({"qwen2_vl_text": "Qwen2ForCausalLM"}, ("visual",), _QWEN2_VL),
     "Qwen2_5_VLForConditionalGeneration": TextHalf({"qwen2_5_vl_text": "Qwen2ForCausalLM"}, ("visual",), _QWEN2_VL),
     "Qwen3VLForConditionalGeneration": TextHalf({"qwen3_vl_text": "Qwen3ForCausalLM"}, ("visual",), _QWEN3_VL),

@@ -17,6 +17,9 @@ torch = pytest.importorskip("torch")
 
 LAYOUTS = ("tp1", "tp2", "tp4", "dp2", "pp2", "ep2", "tp2-experts2-gather")
 CONFIG_CLASSES = {"Gemma4": "Gemma4TextConfig", "Llama4": "Llama4TextConfig"}
+ENCODERS = {
+    "MuseGlimmer": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+}
 GLM_MOE = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "num_nextn_predict_layers": 1}
 GEMMA4 = {
     "tie_word_embeddings": True,
@@ -95,6 +98,30 @@ ROWS = {
         raw=LAYERS | TWO_ROPES | QWEN_MOE | {"num_experts": 6, "mlp_layer_types": ["sparse", "dense", "sparse"]},
         num_experts=6,
     ),
+    "laguna": Row(
+        family="Laguna",
+        raw=LAYERS
+        | TWO_ROPES
+        | QWEN_MOE
+        | {"num_experts": 6, "shared_expert_intermediate_size": 36, "num_attention_heads_per_layer": [8, 12, 4]}
+        | {"moe_router_logit_softcapping": 1.5, "moe_routed_scaling_factor": 2.5},
+        num_experts=6,
+    ),
+    "laguna-element-gates": Row(
+        family="Laguna",
+        raw=LAYERS | QWEN_MOE | {"num_experts": 6, "gating": "per-element", "attention_bias": True},
+        fast=(),
+        num_experts=6,
+    ),
+    "afmoe": Row(
+        family="Afmoe",
+        raw=LAYERS | QWEN_MOE | {"num_experts": 6, "route_scale": 2.5, "mup_enabled": True},
+        num_experts=6,
+    ),
+    "muse-glimmer": Row(
+        family="MuseGlimmer",
+        raw={"sliding_window": 9, "num_hidden_layers": 4, "final_logit_softcapping": 12.0, "post_norm_eps": 1e-3},
+    ),
     "glm": Row(family="Glm", raw={"num_key_value_heads": 2} | rope("default", partial_rotary_factor=0.5)),
     "glm4": Row(family="Glm4", raw=rope("default", partial_rotary_factor=0.5)),
     "ernie": Row(family="Ernie4_5", raw={"use_bias": True, "tie_word_embeddings": True}),
@@ -112,6 +139,21 @@ ROWS = {
         family="Cohere2",
         raw={"hidden_size": 64, "sliding_window": 9, "sliding_window_pattern": 3, "logit_scale": 0.25}
         | {"layer_norm_eps": 1e-4, "tie_word_embeddings": True},
+    ),
+    "cohere2-moe": Row(
+        family="Cohere2Moe",
+        raw={"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 2, "prefix_dense_intermediate_size": 44}
+        | {"sliding_window": 9, "sliding_window_pattern": 2, "first_k_dense_replace": 1, "logit_scale": 0.25}
+        | {"layer_norm_eps": 1e-4, "rms_norm_eps": None},
+        num_experts=6,
+    ),
+    "cohere2-moe-sigmoid": Row(
+        family="Cohere2Moe",
+        raw={"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 1, "expert_selection_fn": "sigmoid"}
+        | LAYERS
+        | {"norm_topk_prob": False, "shared_expert_combination_strategy": "sum"},
+        fast=(),
+        num_experts=6,
     ),
     "starcoder2": Row(family="Starcoder2", raw={"norm_epsilon": 1e-4, "sliding_window": 11}),
     "apertus": Row(family="Apertus", raw={"hidden_act": "xielu"}),
@@ -181,10 +223,13 @@ ROWS = {
 def make_hf(row: Row) -> Any:
     """Transformers' model with random weights, none of them neutral."""
     name = CONFIG_CLASSES.get(row.family, f"{row.family}Config")
-    config = getattr(transformers, name)(**{**models.SIZES, **row.raw})
+    raw, kind = {**models.SIZES, **row.raw}, "CausalLM"
+    if row.family in ENCODERS:
+        raw, kind = {"text_config": raw, "vision_config": ENCODERS[row.family]}, "ConditionalGeneration"
+    config = getattr(transformers, name)(**raw)
     config._attn_implementation = "eager"
     torch.manual_seed(row.seed)
-    model = getattr(transformers, f"{row.family}ForCausalLM")(config).to(torch.float32).eval()
+    model = getattr(transformers, f"{row.family}For{kind}")(config).to(torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
@@ -213,7 +258,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
         row, directory = ROWS[name], tmp_path_factory.mktemp(name)
         model = make_hf(row)
         models.save(model, row, directory)
-        asked = models.prompts(model.config.vocab_size)
+        asked = models.prompts(model.config.get_text_config().vocab_size)
         return Checkpoint(directory, model, asked, [models.greedy(row, model, prompt) for prompt in asked])
 
     return make
