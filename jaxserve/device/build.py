@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -238,12 +239,12 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
     )
     layout = layout.on(first)
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
-    page_size = page_size_of(config, scope.parallel, layout.name)
+    max_model_len = _max_model_len(config, model)
+    page_size = page_size_of(config, scope.parallel, layout.name, _attention_chunk(model, scope, max_model_len))
     policy, kernel = choose_kernels(config, model, scope, first.devices.flat[0], page_size)
     module = outline(model, dataclasses.replace(scope, policy=policy))
     _check_expert_load(config, module)
     row_tile = choose_row_tile(config, module, policy, kernel, scope.parallel)
-    max_model_len = _max_model_len(config, model)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device, max_model_len)
     sharded = ShardedModel(
         config=model,
@@ -345,6 +346,13 @@ def _batch_limits(config: EngineConfig, device: Device, max_model_len: int) -> t
             f"max_num_batched_tokens={tokens} is less than max_num_seqs={seqs}; a step needs a token per sequence"
         )
     return seqs, tokens
+
+
+def _attention_chunk(model: ModelConfig, scope: Scope, max_model_len: int) -> int:
+    """Return the most tokens of which the attention chunks of all layers are multiples; 0 if none is shorter than the
+    longest context."""
+    windows = (spec.window for spec in outline(model, scope).kv_specs if spec.in_chunks)
+    return math.gcd(*(window for window in windows if window is not None and window < max_model_len))
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

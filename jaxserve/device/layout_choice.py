@@ -1,5 +1,7 @@
 """Choose an engine's layout, pipeline stages and page size, and check that the modules can be split so."""
 
+import math
+
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.config_checks import BLOCK_SIZES
 from jaxserve.api.errors import ConfigError
@@ -114,15 +116,33 @@ def choose_stages(config: EngineConfig, sharded: ShardedModel, num_stages: int) 
     return [*divide(sharded.abstract_model, num_stages)]
 
 
-def page_size_of(config: EngineConfig, parallel: Parallel, layout: str) -> int:
+def page_size_of(config: EngineConfig, parallel: Parallel, layout: str, chunk: int = 0) -> int:
     """Return the tokens per page: by default 64, or the least larger number of which each device that shares them has a
-    multiple of 8.
+    multiple of 8; their greatest common divisor with the tokens of a chunk.
+
+    Args:
+        config: The settings.
+        parallel: How modules are split.
+        layout: Name of the layout.
+        chunk: Tokens of the chunks within which layers attend, which consist of whole pages; 0 for none.
 
     Raises:
-        ConfigError: The layout splits the tokens of pages over devices that cannot share them equally.
+        ConfigError: The layout splits the tokens of pages over devices that cannot share them equally, or chunks do
+            not consist of whole pages.
     """
     parts, size = parallel.num_token_parts, config.block_size
-    default = -(-_PAGE_SIZE // (8 * parts)) * 8 * parts
+    default = math.gcd(-(-_PAGE_SIZE // (8 * parts)) * 8 * parts, chunk)
+    if size is not None and chunk % size:
+        valid = ", ".join(str(each) for each in BLOCK_SIZES if chunk % each == 0)
+        raise ConfigError(
+            f"block_size={size} does not divide the model's attention chunks of {chunk} tokens; "
+            f"{f'use one of {valid}, or ' if valid else ''}omit it to get pages of {default} tokens"
+        )
+    if size is None and default % parts:
+        raise ConfigError(
+            f"the model's attention chunks of {chunk} tokens are not whole pages for the {parts} devices that share "
+            f"the tokens of a page in layout {layout!r}; use another layout, or max_model_len={chunk}"
+        )
     if size is not None and size % parts:
         valid = ", ".join(str(each) for each in BLOCK_SIZES if each % parts == 0)
         raise ConfigError(

@@ -14,6 +14,7 @@ from jaxserve.device.sampler_batch import SamplerBatch
 from jaxserve.device.sharded_model import ShardedModel, StepState, shardings
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch
 from jaxserve.layers.attention import AttentionSettings, Pools
+from jaxserve.layers.attention_chunks import chunks_of
 from jaxserve.layers.row_sums import add_tokens
 from jaxserve.layers.rows import map_rows
 from jaxserve.models.causal_lm import CausalLM
@@ -138,6 +139,7 @@ def attention_settings(sharded: ShardedModel, shape: BatchShape) -> AttentionSet
         sharded.layout.rows_axis,
         sharded.counts_expert_tokens,
         sharded.row_tile,
+        chunks_of(sharded.kv_layout.chunks, sharded.page_size),
     )
 
 

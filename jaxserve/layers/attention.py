@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxserve.layers.attention_chunks import Chunk
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.linear import RowParallelLinear
 from jaxserve.layers.norm import RMSNorm
@@ -43,6 +44,8 @@ class AttentionSettings:
         counts_expert_tokens: Whether layers with experts count the tokens of each.
         combine_tile: As ``row_tile``, for what devices that share the tokens of pages compute from each other's
             results.
+        chunks: For each page table, the chunks within which its layers attend, None for the whole context; empty if no
+            layer attends within chunks.
     """
 
     kernel: AttentionKernel
@@ -53,6 +56,7 @@ class AttentionSettings:
     rows_axis: str | None = None
     counts_expert_tokens: bool = False
     combine_tile: int | None = None
+    chunks: tuple[Chunk | None, ...] = ()
 
 
 def choose_attention(
@@ -108,6 +112,7 @@ class Attention(nnx.Module, ABC):
         scale: Factor of the query-key scores; None means 1 / sqrt(H).
         soft_cap: Scores become cap * tanh(score / cap); None means no cap.
         window: Number of latest tokens that a query sees, itself included; None for all.
+        chunk: Tokens of a chunk of the context, of which a query sees its own up to itself; None for no chunks.
         rope: Index of the rotary embedding applied to queries and keys; None for none.
         position_scale: Factor of queries by their position; None for none.
     """
@@ -124,6 +129,7 @@ class Attention(nnx.Module, ABC):
         scale: float | None = None,
         soft_cap: float | None = None,
         window: int | None = None,
+        chunk: int | None = None,
         rope: int | None = 0,
         position_scale: PositionScale | None = None,
     ):
@@ -135,7 +141,8 @@ class Attention(nnx.Module, ABC):
         self.splits = () if parallel.has_whole_attention else heads if parallel.tokens is None else heads[:1]
         self.num_heads, self.num_kv_heads = parallel.heads_per_device(num_heads, num_kv_heads)
         readers = self.num_heads if parallel.tokens is None else num_heads
-        self.kv_spec = KVSpec(readers, self.num_kv_heads, head_dim, scope.policy.kv, window)
+        span = window if chunk is None else chunk
+        self.kv_spec = KVSpec(readers, self.num_kv_heads, head_dim, scope.policy.kv, span, in_chunks=chunk is not None)
         self.head_dim, self.window, self.soft_cap = head_dim, window, soft_cap
         self.scale = head_dim**-0.5 if scale is None else scale
         self.rope, self.mesh_axis, self.residual_axis = rope, parallel.heads, parallel.residual_axis

@@ -28,10 +28,13 @@ class KVSpec(NamedTuple):
         num_kv_heads: Key/value heads per device.
         head_dim: H.
         dtype: Element type.
-        window: Number of latest tokens that a query sees, itself included; None for all.
+        window: Number of latest tokens that a query sees, itself included, or the most if it attends within chunks;
+            None for all.
         value_dim: For latents (MLA), the number of leading features that are the value; ``num_kv_heads`` is then 1, and
             every device stores the whole latent. None for keys and values of their own.
         reads: Index of the layer whose keys and values it reads, having none of its own; None for its own.
+        in_chunks: Whether a query sees the tokens of its own chunk of the context up to itself, and none before
+            (Llama 4).
     """
 
     num_heads: int
@@ -41,6 +44,7 @@ class KVSpec(NamedTuple):
     window: int | None
     value_dim: int | None = None
     reads: int | None = None
+    in_chunks: bool = False
 
     @property
     def operation(self) -> str:
@@ -82,12 +86,15 @@ class KVLayout(NamedTuple):
         pools: Kind of each pool.
         windows: For each page table, the number of latest tokens that its layers see; None for all.
         counts: For each entry of ``pools``, the number of pools stacked in the same arrays.
+        chunks: For each page table, the tokens of a chunk if its layers attend within chunks, which never see more of
+            the latest tokens; None if they do not.
     """
 
     layer_indices: tuple[KVIndices, ...]
     pools: tuple[PoolKind, ...]
     windows: tuple[int | None, ...]
     counts: tuple[int, ...]
+    chunks: tuple[int | None, ...]
 
     def stacked(self, num_pages: int) -> "KVLayout":
         """Return the same layout with pools of one kind stacked in the same arrays, ``num_pages`` pages each including
@@ -97,7 +104,8 @@ class KVLayout(NamedTuple):
             KVIndices(kinds.index(self.pools[pool]), table, num_pages * self.pools[:pool].count(self.pools[pool]))
             for pool, table, _ in self.layer_indices
         ]
-        return KVLayout(tuple(indices), tuple(kinds), self.windows, tuple(self.pools.count(kind) for kind in kinds))
+        counts = tuple(self.pools.count(kind) for kind in kinds)
+        return KVLayout(tuple(indices), tuple(kinds), self.windows, counts, self.chunks)
 
 
 def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None, stage: range | None = None) -> KVLayout:
@@ -114,16 +122,16 @@ def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None, stage:
         stage: Indices of the stage's layers, whose entries the result has; None: all layers.
     """
     stage = range(len(specs)) if stage is None else stage
-    layers_of = collections.defaultdict[int | None, list[int]](list)
+    layers_of = collections.defaultdict[tuple[int | None, bool], list[int]](list)
     for layer, spec in enumerate(specs):
         if spec.reads is not None:
             continue
         sees_all = spec.window is None or (max_model_len is not None and spec.window >= max_model_len)
-        layers_of[None if sees_all else spec.window].append(layer)
+        layers_of[(None, False) if sees_all else (spec.window, spec.in_chunks)].append(layer)
     size = _table_size([len(layers) for layers in layers_of.values()])
-    indices, pools, windows = dict[int, KVIndices](), list[PoolKind](), list[int | None]()
+    indices, pools, spans = dict[int, KVIndices](), list[PoolKind](), list[tuple[int | None, bool]]()
     known = dict[tuple[PoolKind, int], int]()
-    for window, layers in layers_of.items():
+    for span, layers in layers_of.items():
         num_tables = -(-len(layers) // size)
         own = [layer for layer in layers if layer in stage]
         share = -(-len(own) // num_tables)
@@ -135,10 +143,11 @@ def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None, stage:
                 if pool == len(pools):
                     pools.append(kind)
                 num_alike[kind] += 1
-                indices[layer] = KVIndices(pool, len(windows))
-            windows.append(window)
+                indices[layer] = KVIndices(pool, len(spans))
+            spans.append(span)
     ordered = tuple(indices[specs[layer].home(layer)] for layer in stage)
-    return KVLayout(ordered, tuple(pools), tuple(windows), (1,) * len(pools))
+    windows, chunks = zip(*((window, window if in_chunks else None) for window, in_chunks in spans), strict=True)
+    return KVLayout(ordered, tuple(pools), windows, (1,) * len(pools), chunks)
 
 
 def _table_size(counts: list[int]) -> int:

@@ -1,6 +1,7 @@
 """The decoder-only language model that every family builds from its layers."""
 
 import functools
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
@@ -12,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, choose_attention
+from jaxserve.layers.attention_chunks import chunks_of, rows_in_chunks
 from jaxserve.layers.decoder import DecoderLayer, LayerOutput
 from jaxserve.layers.embedding import PerLayerEmbedding, PositionEmbedding, VocabEmbedding
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
@@ -222,8 +224,12 @@ class CausalLM(nnx.Module):
             x, rotations = map_rows(self._embed, (batch.tokens, positions, lengths), num_tokens, settings.row_tile)
         else:
             rotations = map_rows(self._rotations, (positions, lengths), num_tokens, settings.row_tile)
-        shared = (AttentionInputs(table, num_tokens, positions, rotations, per_layer) for table in batch.attention)
-        return x, tuple(shared)
+        chunks = settings.chunks or (None,) * len(batch.attention)
+        tables = (
+            table if chunk is None else rows_in_chunks(table, positions, chunk, settings.decode_only)
+            for table, chunk in zip(batch.attention, chunks, strict=True)
+        )
+        return x, tuple(AttentionInputs(table, num_tokens, positions, rotations, per_layer) for table in tables)
 
     def through(
         self,
@@ -318,17 +324,25 @@ class CausalLM(nnx.Module):
         """Compute logits of every token of B sequences, each attending to its own past, in temporary pages."""
         num_rows, length = tokens.shape
         spec = self.kv_specs[0]
-        kernel = choose_attention(jax.devices()[0], spec.dtype, operation=spec.operation).implementation
-        attention, num_pages = _private_batch(num_rows, length, _NOTEBOOK_PAGE_SIZE)
+        chunks = tuple({spec.window if spec.in_chunks else None: None for spec in self.kv_specs})
+        page_size = math.gcd(_NOTEBOOK_PAGE_SIZE, *(size for size in chunks if size is not None))
+        chosen = choose_attention(jax.devices()[0], spec.dtype, operation=spec.operation, page_size=page_size)
+        kernel = chosen.implementation
+        attention, num_pages = _private_batch(num_rows, length, page_size)
         pools = []
         for spec in self.kv_specs:
-            arrays = kernel.pool_specs(num_pages, _NOTEBOOK_PAGE_SIZE, spec.num_kv_heads, spec.head_dim)
+            arrays = kernel.pool_specs(num_pages, page_size, spec.num_kv_heads, spec.head_dim)
             pools.append(cast(Pools, tuple(jnp.zeros(array.shape, spec.dtype) for array in arrays)))
         positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), num_rows)
-        indices = tuple(KVIndices(spec.home(layer), 0) for layer, spec in enumerate(self.kv_specs))
-        settings = AttentionSettings(kernel, _NOTEBOOK_PAGE_SIZE, decode_only=False, layer_indices=indices)
+        indices = tuple(
+            KVIndices(spec.home(layer), chunks.index(spec.window if spec.in_chunks else None))
+            for layer, spec in enumerate(self.kv_specs)
+        )
+        settings = AttentionSettings(
+            kernel, page_size, decode_only=False, layer_indices=indices, chunks=chunks_of(chunks, page_size)
+        )
         flat = jnp.asarray(tokens, jnp.int32).reshape(-1)
-        batch = TokenBatch(flat, positions, jnp.full_like(positions, length), (attention,))
+        batch = TokenBatch(flat, positions, jnp.full_like(positions, length), (attention,) * len(chunks))
         hidden = self.hidden(batch, pools, settings)
         return self.logits(hidden.x).reshape(num_rows, length, -1)
 

@@ -1,7 +1,6 @@
 """Llama 4: layers without a rotary embedding among those with one, and experts whose input is weighted.
 
-Layers that rotate attend within chunks of ``attention_chunk_size`` tokens, which is the same as to all tokens of a
-context that is not longer than one chunk: longer ones are not supported.
+Layers that rotate attend within chunks of ``attention_chunk_size`` tokens, the others to the whole context.
 """
 
 import dataclasses
@@ -41,10 +40,12 @@ class Llama4Config(SparseConfig):
     Attributes:
         has_qk_norm: Whether query and key heads of the layers that rotate are normalized.
         position_scale: Factor of queries of the layers that do not rotate, by their position; None for none.
+        chunks: For each layer, the tokens of the chunks within which it attends; None for the whole context.
     """
 
     has_qk_norm: bool
     position_scale: PositionScale | None
+    chunks: tuple[int | None, ...]
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> Llama4Config:
@@ -52,7 +53,6 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> Llama4Config:
     if fields.raw.get("no_rope_layers") == []:
         fields = fields.replaced({"no_rope_layers": None})
     base = read_decoder(fields.replaced({"layer_types": None}), architecture, _DEFAULTS)
-    chunk = fields.nullable_integer("attention_chunk_size", _CHUNK)
     is_tuned = fields.flag("attn_temperature_tuning", True)
     scale = PositionScale(fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192), offset=1)
     routing = read_routing(fields, "num_local_experts", 16, 1, is_normalized=False)
@@ -62,7 +62,6 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> Llama4Config:
             **vars(base),
             "ffn_size": fields.integer("intermediate_size_mlp", 16384),
             "rope_layers": rotates,
-            "max_positions": min(base.max_positions, _longest(fields, rotates, chunk or base.max_positions)),
         },
         routing=dataclasses.replace(routing, scoring="sigmoid", weighs_inputs=True),
         expert_ffn_size=base.ffn_size,
@@ -70,14 +69,16 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> Llama4Config:
         sparse_layers=_read_sparse_layers(fields, base.num_layers),
         has_qk_norm=fields.flag("use_qk_norm", True),
         position_scale=scale if is_tuned else None,
+        chunks=_read_chunks(fields, rotates),
     )
 
 
-def _longest(fields: ConfigFields, rotates: Sequence[bool], chunk: int) -> int:
-    """Return the longest context in which every layer attends to all tokens."""
+def _read_chunks(fields: ConfigFields, rotates: Sequence[bool]) -> tuple[int | None, ...]:
+    """Return the tokens of each layer's chunks: of those that ``layer_types`` names, or of those that rotate."""
+    chunk = fields.nullable_integer("attention_chunk_size", _CHUNK)
     types = fields.items("layer_types")
-    is_chunked = [each == "chunked_attention" for each in types] if types is not None else rotates
-    return chunk if any(is_chunked) else 2**31 - 1
+    is_chunked = rotates if types is None else [each == "chunked_attention" for each in types]
+    return tuple(chunk if each else None for each in is_chunked)
 
 
 def _read_sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
@@ -103,6 +104,7 @@ def _build_layer(config: Llama4Config, index: int, scope: Scope) -> PreNormLayer
         has_norm_weights=False,
         paired_dim=config.head_dim if rotates else 0,
         position_scale=None if rotates else config.position_scale,
+        chunk=config.chunks[index],
     )
     inner = scope.at("feed_forward")
     if not config.sparse_layers[index]:

@@ -214,8 +214,15 @@ ROWS = {
         family="Llama4",
         raw={"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 28, "intermediate_size_mlp": 52}
         | {"moe_layers": [1], "no_rope_layers": [1, 0, 1], "floor_scale": 16, "attn_scale": 0.5}
-        | {"attention_chunk_size": 96},
+        | {"attention_chunk_size": 16},
         num_experts=6,
+    ),
+    "llama4-dense": Row(
+        family="Llama4",
+        raw={"moe_layers": [], "intermediate_size_mlp": 52, "no_rope_layers": [1, 1, 0], "use_qk_norm": False}
+        | {"attention_chunk_size": 24},
+        seed=1,
+        fast=(),
     ),
 }
 
