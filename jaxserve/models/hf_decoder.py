@@ -21,6 +21,8 @@ ACTIVATIONS: Final[Mapping[str, str]] = {
     "relu": "relu",
 }
 """Hugging Face's names of the supported activations; synonyms map to one name."""
+PLAIN_ACTIVATIONS: Final[Mapping[str, str]] = {**ACTIVATIONS, "relu2": "relu2"}
+"""The same of MLPs without gates."""
 
 
 Windows = tuple[int | None, ...]
@@ -52,6 +54,7 @@ class FamilyDefaults:
         eos_token_ids: Tokens that end a generation.
         activation: The activation.
         activation_field: Its field.
+        has_gates: Whether the MLP has gates; without them, further activations are supported.
         attention_bias: Whether all four projections of the attention have biases; None: they never have.
         mlp_bias: Whether the MLP has biases; None: it never has.
         norm_offset: Added to the weight of every RMSNorm.
@@ -68,6 +71,7 @@ class FamilyDefaults:
     eos_token_ids: tuple[int, ...] = (2,)
     activation: str = "silu"
     activation_field: str = "hidden_act"
+    has_gates: bool = True
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
     norm_offset: float = 0.0
@@ -99,6 +103,7 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
     head_dim = _read_head_dim(fields, hidden_size, num_heads, defaults)
     rope = read_rope(fields, head_dim, defaults.rope)
     has_bias = _read_bias(fields, "attention_bias", defaults.attention_bias)
+    activations = ACTIVATIONS if defaults.has_gates else PLAIN_ACTIVATIONS
     return DecoderConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -113,7 +118,7 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=_read_bias(fields, "mlp_bias", defaults.mlp_bias),
-        activation=read_activation(fields, defaults.activation_field, defaults.activation),
+        activation=read_activation(fields, defaults.activation_field, defaults.activation, activations),
         max_positions=longest_context(rope),
         tie_embeddings=fields.flag("tie_word_embeddings", defaults.tie_embeddings),
         rope=rope,
@@ -220,12 +225,14 @@ def _read_kv_heads(fields: ConfigFields, num_heads: int, defaults: FamilyDefault
     return num_kv_heads
 
 
-def read_activation(fields: ConfigFields, field: str, default: str) -> str:
-    """Return our name of the activation in a field."""
+def read_activation(
+    fields: ConfigFields, field: str, default: str, activations: Mapping[str, str] = ACTIVATIONS
+) -> str:
+    """Return our name of the activation in a field, one of ``activations``."""
     name = fields.text(field, default)
-    if name not in ACTIVATIONS:
-        fields.note(field, f"expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
-    return ACTIVATIONS.get(name, "silu")
+    if name not in activations:
+        fields.note(field, f"expected one of {', '.join(activations)}, got {name!r}")
+    return activations.get(name, "silu")
 
 
 def read_dtype(fields: ConfigFields) -> str:

@@ -34,7 +34,7 @@ class SparseConfig(DecoderConfig):
     @property
     def has_experts(self) -> bool:
         """Whether some layers have experts."""
-        return True
+        return any(self.sparse_layers)
 
 
 def read_routing(fields: ConfigFields, experts: str, default: int, per_token: int, *, is_normalized: bool) -> Routing:

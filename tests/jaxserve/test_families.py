@@ -34,6 +34,7 @@ TWO_ROPES = {"rope_parameters": {"sliding_attention": {"rope_type": "default", "
 TWO_ROPES["rope_parameters"]["full_attention"] = rope(
     "yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=6.0
 )["rope_parameters"]
+OLMOE = {"num_experts": 6, "num_experts_per_tok": 3, "hidden_size": 96, "num_key_value_heads": 4}
 ROWS = {
     "ministral3": Row(
         family="Ministral3",
@@ -155,6 +156,44 @@ ROWS = {
         fast=(),
         num_experts=6,
     ),
+    "cohere": Row(
+        family="Cohere", raw={"hidden_size": 96, "layer_norm_eps": 1e-4, "tie_word_embeddings": True}, seed=1, fast=()
+    ),
+    "olmoe": Row(family="Olmoe", raw=OLMOE, num_experts=6),
+    "flex-olmo": Row(family="FlexOlmo", raw=OLMOE | {"norm_topk_prob": True}, num_experts=6),
+    "arcee": Row(family="Arcee", raw={"attention_bias": True, "mlp_bias": True}),
+    "cwm": Row(family="Cwm", raw={"bos_token_id": 1, "sliding_window": 9, "mlp_bias": True}, seed=1),
+    "dots1": Row(
+        family="Dots1",
+        raw=GLM_MOE | {"first_k_dense_replace": 1, "n_shared_experts": 2, "n_group": 3, "topk_group": 2},
+        num_experts=6,
+    ),
+    "exaone-moe": Row(
+        family="ExaoneMoe",
+        raw={"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "sliding_window": 9}
+        | {"sliding_window_pattern": 3},
+        num_experts=6,
+    ),
+    "helium": Row(family="Helium", raw={"hidden_size": 96, "attention_bias": True, "mlp_bias": True}),
+    "youtu": Row(family="Youtu", raw={name: DEEPSEEK[name] for name in DEEPSEEK if "experts" not in name}, seed=1),
+    "nemotron": Row(family="Nemotron", raw={"norm_eps": 1e-4} | rope("default", partial_rotary_factor=0.5)),
+    "jais2": Row(family="Jais2", raw={"layer_norm_eps": 1e-4}, fast=()),
+    "phi": Row(
+        family="Phi", raw={"hidden_size": 96, "layer_norm_eps": 1e-4} | rope("default", partial_rotary_factor=0.5)
+    ),
+    "stablelm": Row(
+        family="StableLm",
+        raw={"hidden_size": 96, "layer_norm_eps": 1e-4, "use_qkv_bias": True}
+        | rope("default", partial_rotary_factor=0.5),
+        fast=(),
+    ),
+    "stablelm-parallel": Row(
+        family="StableLm",
+        raw={"hidden_size": 96, "layer_norm_eps": 1e-4, "use_parallel_residual": True}
+        | rope("default", partial_rotary_factor=0.5),
+        fast=(),
+    ),
+    "opt": Row(family="OPT", raw={"ffn_dim": 52, "word_embed_proj_dim": 40, "tie_word_embeddings": True}),
     "starcoder2": Row(family="Starcoder2", raw={"norm_epsilon": 1e-4, "sliding_window": 11}),
     "apertus": Row(family="Apertus", raw={"hidden_act": "xielu"}),
     "nanochat": Row(family="NanoChat", raw={"hidden_act": "relu2"}),

@@ -462,9 +462,7 @@ def test_the_config_of_gpt_oss_20b() -> None:
 
 
 def test_unknown_architecture_lists_the_supported_ones() -> None:
-    with pytest.raises(
-        UnsupportedModelError, match="GPT9ForCausalLM is not supported; supported: AfmoeForCausalLM, "
-    ):
+    with pytest.raises(UnsupportedModelError, match="GPT9ForCausalLM is not supported; supported: AfmoeForCausalLM, "):
         config_from_hf({"architectures": ["GPT9ForCausalLM"]}, "config.json")
     with pytest.raises(UnsupportedModelError, match="architecture GPT9ForCausalLM is not supported"):
         family("GPT9ForCausalLM")
