@@ -268,6 +268,25 @@ class Attention(nnx.Module, ABC):
 
         return map_rows(finish, received, batch.query_lens.sum(), settings.combine_tile)
 
+    def gated(
+        self,
+        attended: Float[Array, "T N H"],
+        x: Float[Array, "rows D"],
+        *,
+        norm: RMSNorm | None = None,
+        num_rows: Int[Array, ""] | None = None,
+    ) -> Float[Array, "T N H"]:
+        """Multiply the attention output by the gates of the layer's input, if there are any.
+
+        Args:
+            attended: Attention output of this device's heads.
+            x: The layer's input: all rows, or those of this device.
+            norm: Norm of that input.
+            num_rows: Rows in use; later rows of the result are undefined.
+        """
+        del x, norm, num_rows
+        return attended
+
     def output(
         self,
         attended: Float[Array, "T N H"],

@@ -162,6 +162,11 @@ class RMSNormLayer(DecoderLayer):
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.residual_multiplier = residual_multiplier
 
+    @property
+    def num_experts(self) -> int:
+        """Number of experts that each token is routed to some of; 0 for a dense layer."""
+        return _num_experts(self.mlp)
+
 
 class PreNormLayer(RMSNormLayer):
     """Norms precede each branch (Llama)."""
@@ -181,22 +186,19 @@ class PreNormLayer(RMSNormLayer):
         """Return the layer's output from its input and the attention output."""
         return self.after_attention_with_experts(x, attended, num_rows)[0]
 
-    @property
-    def num_experts(self) -> int:
-        """Number of experts that each token is routed to some of; 0 for a dense layer."""
-        return _num_experts(self.mlp)
-
     def after_attention_with_experts(
         self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"] | None]:
         """Return the layer's output, and the experts of each token if the MLP is a mixture of experts."""
         scale, norm = self.residual_multiplier, self.mlp_norm
+        attended = self.attention.gated(attended, x, norm=self.attention_norm, num_rows=num_rows)
         x = self.attention.output(attended, residual=x, scale=scale, num_rows=num_rows)
-        return _run_mlp(self.mlp, x, norm=norm, residual=x, scale=scale, num_rows=num_rows)
+        return run_mlp(self.mlp, x, norm=norm, residual=x, scale=scale, num_rows=num_rows)
 
 
 class LayerNormLayer(DecoderLayer):
-    """A layer norm precedes each branch (GPT-2); the branches run one after the other, or both read the input.
+    """A norm precedes each branch, in most models a layer norm (GPT-2); the branches run one after the other, or both
+    read the input.
 
     Args:
         attention_norm: Norm of the attention branch.
@@ -208,9 +210,9 @@ class LayerNormLayer(DecoderLayer):
 
     def __init__(
         self,
-        attention_norm: LayerNorm,
+        attention_norm: LayerNorm | RMSNorm,
         attention: Attention,
-        mlp_norm: LayerNorm | None,
+        mlp_norm: LayerNorm | RMSNorm | None,
         mlp: AnyMLP,
         *,
         is_parallel: bool = False,
@@ -222,7 +224,7 @@ class LayerNormLayer(DecoderLayer):
 
     @property
     def has_fused_norms(self) -> bool:
-        """Return False: no kernel fuses a layer norm."""
+        """Return False: no kernel fuses a layer norm, or a norm that both branches read."""
         return False
 
     def projected(self, x: Float[Array, "rows D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
@@ -246,14 +248,14 @@ class LayerNormLayer(DecoderLayer):
         """Return the layer's output, and the experts of each token if the MLP is a mixture of experts."""
         after = self.attention.output(attended, residual=x, num_rows=num_rows)
         norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
-        return _run_mlp(self.mlp, norm(x if self.is_parallel else after), residual=after, num_rows=num_rows)
+        return run_mlp(self.mlp, norm(x if self.is_parallel else after), residual=after, num_rows=num_rows)
 
 
 def _num_experts(mlp: AnyMLP) -> int:
     return mlp.routing.num_experts if isinstance(mlp, SparseMLP) else 0
 
 
-def _run_mlp(
+def run_mlp(
     mlp: AnyMLP, x: Float[Array, "rows D"], **options: Any
 ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"] | None]:
     """Return the output of an MLP, and the experts of each token if it is a mixture of experts; ``options`` are those

@@ -34,7 +34,7 @@ class SparseConfig(DecoderConfig):
     @property
     def has_experts(self) -> bool:
         """Whether some layers have experts."""
-        return True
+        return any(self.sparse_layers)
 
 
 def read_routing(
@@ -69,11 +69,12 @@ def read_routing(
     return Routing(num_experts=count, experts_per_token=per_token, is_normalized=is_normalized, scoring=scoring)
 
 
-def read_listed_sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have experts: those that ``mlp_layer_types`` calls sparse, or all but the first."""
+def read_listed_sparse_layers(fields: ConfigFields, num_layers: int, num_dense: int = 1) -> tuple[bool, ...]:
+    """Return which layers have experts: those that ``mlp_layer_types`` calls sparse, or all but the first
+    ``num_dense``."""
     types = read_layer_list(fields, "mlp_layer_types", num_layers, ("dense", "sparse"))
     if types is None:
-        return (False, *(True,) * (num_layers - 1))
+        return tuple(index >= num_dense for index in range(num_layers))
     return tuple(each == "sparse" for each in types)
 
 
@@ -109,12 +110,32 @@ def build_sparse_layer(
     """
     if not config.sparse_layers[index]:
         return build_layer(config, index, scope, **options)
-    inner, expert = scope.at(module), None
-    if config.shared_ffn_size:
-        mlp = GatedMLP(config.hidden_size, config.shared_ffn_size, activation=config.activation, scope=inner.at(shared))
-        gate = None if shared_gate is None else replicated_linear(config.hidden_size, shared_gate, 1, inner)
-        expert = SharedExpert(mlp, gate)
-    sparse = SparseMLP(
-        config.hidden_size, config.expert_ffn_size, config.routing, scope=inner, names=names, shared=expert
-    )
+    sparse = build_sparse_mlp(config, scope.at(module), names=names, shared=shared, shared_gate=shared_gate)
     return build_layer(config, index, scope, mlp=sparse, **options)
+
+
+def build_sparse_mlp(
+    config: SparseConfig,
+    scope: Scope,
+    *,
+    names: ExpertNames = DEFAULT_NAMES,
+    shared: str = "shared_expert",
+    shared_gate: str | None = None,
+    **options: Any,
+) -> SparseMLP:
+    """Build a mixture of experts, with a shared expert if the config has one.
+
+    Args:
+        config: The model.
+        scope: Scope of the module.
+        names: As in :func:`build_sparse_layer`, like ``shared`` and ``shared_gate``.
+        shared: Module of the shared expert.
+        shared_gate: Module of its gate.
+        options: Further options of ``SparseMLP``.
+    """
+    expert, sizes = None, (config.hidden_size, config.expert_ffn_size)
+    if config.shared_ffn_size:
+        mlp = GatedMLP(config.hidden_size, config.shared_ffn_size, activation=config.activation, scope=scope.at(shared))
+        gate = None if shared_gate is None else replicated_linear(config.hidden_size, shared_gate, 1, scope)
+        expert = SharedExpert(mlp, gate)
+    return SparseMLP(*sizes, config.routing, scope=scope, names=names, shared=expert, **options)
