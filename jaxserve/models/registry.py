@@ -18,6 +18,7 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.hf_config import ConfigFields, check_quantization
 from jaxserve.models.refused import other_class, refusal
 from jaxserve.models.text_half import PREFIXES, TEXT_HALVES, text_fields
+from jaxserve.parsers import FamilyParsers
 
 FAMILIES: Final[dict[str, str]] = {
     "AfmoeForCausalLM": "jaxserve.models.afmoe",
@@ -92,6 +93,45 @@ FAMILIES: Final[dict[str, str]] = {
     "YoutuForCausalLM": "jaxserve.models.youtu",
 }
 
+PARSERS: Final[Mapping[str, FamilyParsers]] = {
+    "ApertusForCausalLM": FamilyParsers(("apertus",)),
+    "Cohere2ForCausalLM": FamilyParsers(("cohere_command3",), ("cohere_command3",)),
+    "DeepseekV2ForCausalLM": FamilyParsers(("deepseek_v3",)),
+    "DeepseekV3ForCausalLM": FamilyParsers(("kimi_k2", "deepseek_v3"), ("deepseek_v3",)),
+    "Ernie4_5ForCausalLM": FamilyParsers(("ernie45",), ("ernie45",)),
+    "Ernie4_5_MoeForCausalLM": FamilyParsers(("ernie45",), ("ernie45",)),
+    "Exaone4ForCausalLM": FamilyParsers(("hermes",), ("qwen3",)),
+    "Gemma3ForCausalLM": FamilyParsers(("pythonic",)),
+    "Gemma4ForCausalLM": FamilyParsers(("gemma4",), ("gemma4",)),
+    "Gemma4UnifiedForCausalLM": FamilyParsers(("gemma4",), ("gemma4",)),
+    "Glm4MoeForCausalLM": FamilyParsers(("glm45",), ("glm45",)),
+    "Glm4MoeLiteForCausalLM": FamilyParsers(("glm47",), ("glm47",)),
+    "GptOssForCausalLM": FamilyParsers(("openai",), ("openai_gptoss",)),
+    "GraniteForCausalLM": FamilyParsers(("granite",), ("granite",)),
+    "GraniteMoeForCausalLM": FamilyParsers(("granite",)),
+    "GraniteMoeHybridForCausalLM": FamilyParsers(("granite4",)),
+    "GraniteMoeSharedForCausalLM": FamilyParsers(("granite4",)),
+    "HYV3ForCausalLM": FamilyParsers(("hy_v3",), ("hy_v3",)),
+    "HunYuanDenseV1ForCausalLM": FamilyParsers(("hunyuan_a13b",), ("hunyuan_a13b",)),
+    "HunYuanMoEV1ForCausalLM": FamilyParsers(("hunyuan_a13b",), ("hunyuan_a13b",)),
+    "Llama4ForCausalLM": FamilyParsers(("llama4_pythonic",)),
+    "LlamaForCausalLM": FamilyParsers(("deepseek_v3", "hermes", "llama3_json"), ("qwen3",)),
+    "MiniMaxM2ForCausalLM": FamilyParsers(("minimax_m2",), ("minimax_m2",)),
+    "Ministral3ForCausalLM": FamilyParsers(("mistral",), ("mistral",)),
+    "Mistral4ForCausalLM": FamilyParsers(("mistral",), ("mistral",)),
+    "MistralForCausalLM": FamilyParsers(("hermes", "mistral"), ("mistral",)),
+    "MixtralForCausalLM": FamilyParsers(("hermes", "mistral")),
+    "Olmo3ForCausalLM": FamilyParsers(("olmo3",), ("olmo3",)),
+    "Phi3ForCausalLM": FamilyParsers(("phi4_mini_json",), ("qwen3",)),
+    "Qwen2ForCausalLM": FamilyParsers(("deepseek_v3", "hermes"), ("qwen3",)),
+    "Qwen2MoeForCausalLM": FamilyParsers(("hermes",)),
+    "Qwen3ForCausalLM": FamilyParsers(("deepseek_v3", "qwen3"), ("qwen3",)),
+    "Qwen3MoeForCausalLM": FamilyParsers(("qwen3",), ("qwen3",)),
+    "SeedOssForCausalLM": FamilyParsers(("seed_oss",), ("seed_oss",)),
+    "SmolLM3ForCausalLM": FamilyParsers(("hermes",), ("qwen3",)),
+}
+"""Formats of tool calls and reasoning, which ``auto`` chooses from; families that are not here have no known one."""
+
 
 @runtime_checkable
 class Family(Protocol):
@@ -110,6 +150,13 @@ class Family(Protocol):
 def supported_architectures() -> tuple[str, ...]:
     """Return the supported names of ``architectures`` in config.json, in alphabetical order."""
     return tuple(sorted((*FAMILIES, *TEXT_HALVES)))
+
+
+def family_parsers(architecture: str) -> FamilyParsers:
+    """Return the formats of tool calls and reasoning of an architecture; those of a multimodal one are its language
+    model's."""
+    half = TEXT_HALVES.get(architecture)
+    return PARSERS.get(architecture if half is None else next(iter(half.families.values())), FamilyParsers())
 
 
 def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:

@@ -29,17 +29,14 @@ GEMMA4 = {
     "final_logit_softcapping": 20.0,
     "global_head_dim": 24,
 }
-<<<<<<< HEAD
 SELECTED = {name: value for name, value in DEEPSEEK.items() if name != "rope_interleave"}
 SELECTED |= {"index_topk": 20, "index_n_heads": 32, "index_head_dim": 16}
-=======
 LAYERS = {"sliding_window": 9, "layer_types": GEMMA3_LAYERS}
 TWO_ROPES = {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}
 TWO_ROPES["rope_parameters"]["full_attention"] = rope(
     "yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=6.0
 )["rope_parameters"]
 OLMOE = {"num_experts": 6, "num_experts_per_tok": 3, "hidden_size": 96, "num_key_value_heads": 4}
->>>>>>> w-should
 ROWS = {
     "ministral3": Row(
         family="Ministral3",
@@ -292,12 +289,8 @@ def make_hf(row: Row) -> Any:
     config = getattr(transformers, name)(**raw)
     config._attn_implementation = "eager"
     torch.manual_seed(row.seed)
-<<<<<<< HEAD
-    model = getattr(transformers, f"{row.family}ForCausalLM")(config).to(torch.float32).eval()
-    embed_gain = 0.1 if config.tie_word_embeddings else 1.0
-=======
     model = getattr(transformers, f"{row.family}For{kind}")(config).to(torch.float32).eval()
->>>>>>> w-should
+    embed_gain = 0.1 if config.tie_word_embeddings else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
