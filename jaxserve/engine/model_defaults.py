@@ -92,6 +92,19 @@ def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
     return load_model_tokenizer(directory, config.tokenizer_mode) if has_one else None
 
 
+def check_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    """Check that a model has every token of a tokenizer but added ones, of which it may lack some.
+
+    Raises:
+        ConfigError: It has fewer, so that they belong to different models.
+    """
+    if tokenizer is not None and tokenizer.num_ordinary_tokens > vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.num_ordinary_tokens} tokens, but the model has only {vocab_size} "
+            "(vocab_size in config.json): they belong to different models; pass the model's own with --tokenizer"
+        )
+
+
 def eos_token_ids(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the end-of-sequence tokens: those of generation_config.json, else of config.json, and the tokenizer's.
 

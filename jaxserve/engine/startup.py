@@ -26,6 +26,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.expert_load import ExpertLoad
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.engine.model_defaults import (
+    check_vocabulary,
     chosen_parsers,
     default_sampling_params,
     eos_token_ids,
@@ -105,6 +106,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     plan = plan_engine(config)
     default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
+    check_vocabulary(tokenizer, plan.config.vocab_size)
     parsers = chosen_parsers(config, plan.config.architecture, tokenizer)
     check_weights(plan.directory, plan.models[0].whole_model(), plan.load_format)
     use_compilation_cache(config.compilation_cache_dir, plan.models[0].mesh.devices.flat[0])

@@ -75,6 +75,7 @@ class AttentionInputs(NamedTuple):
         positions: Position of each token.
         rotations: Cosines and sines of each of the model's rotary embeddings.
         layer_input: What this layer adds for each token; None for nothing (Gemma 4's per-layer embeddings).
+        selected: Positions that an earlier layer's index selected for each token; None without an index.
     """
 
     batch: AttentionBatch
@@ -82,6 +83,7 @@ class AttentionInputs(NamedTuple):
     positions: Int[Array, " T"]
     rotations: tuple[Rotation, ...]
     layer_input: Float[Array, "rows P"] | None = None
+    selected: Int[Array, "T k"] | None = None
 
 
 class PositionScale(NamedTuple):
@@ -265,6 +267,25 @@ class Attention(nnx.Module, ABC):
             return combine_parts(parts, self.head_sinks)
 
         return map_rows(finish, received, batch.query_lens.sum(), settings.combine_tile)
+
+    def gated(
+        self,
+        attended: Float[Array, "T N H"],
+        x: Float[Array, "rows D"],
+        *,
+        norm: RMSNorm | None = None,
+        num_rows: Int[Array, ""] | None = None,
+    ) -> Float[Array, "T N H"]:
+        """Multiply the attention output by the gates of the layer's input, if there are any.
+
+        Args:
+            attended: Attention output of this device's heads.
+            x: The layer's input: all rows, or those of this device.
+            norm: Norm of that input.
+            num_rows: Rows in use; later rows of the result are undefined.
+        """
+        del x, norm, num_rows
+        return attended
 
     def output(
         self,

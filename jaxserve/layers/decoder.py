@@ -29,11 +29,21 @@ class LayerOutput(NamedTuple):
         x: The residual stream after this layer.
         pools: The layer's pools with the step's keys and values.
         expert_tokens: Tokens routed to each expert, if the layer has experts and counts them.
+        selected: Positions that each token attended to, if an index selects them; later layers may use them too.
     """
 
     x: Float[Array, "rows D"]
     pools: Pools
     expert_tokens: Int[Array, " E"] | None = None
+    selected: Int[Array, "T k"] | None = None
+
+
+class Attended(NamedTuple):
+    """Attention of a layer, and what it leaves for later steps and layers; see ``LayerOutput``."""
+
+    attended: Float[Array, "T N V"]
+    pools: Pools
+    selected: Int[Array, "T k"] | None = None
 
 
 class DecoderLayer(nnx.Module, ABC):
@@ -83,15 +93,23 @@ class DecoderLayer(nnx.Module, ABC):
     ) -> LayerOutput:
         """Run the layer."""
         num_tokens, tile = inputs.num_tokens, settings.row_tile
-        query, pools = self._written(x, pools, inputs, settings)
-        attended = self.attention.attend(self.attention.scaled(query, inputs), pools, inputs.batch, settings)
+        attended, pools, selected = self._attended(x, pools, inputs, settings)
         used = num_tokens if tile is None else None
         if not settings.counts_expert_tokens:
             after = partial(self.after_attention, num_rows=used)
-            return LayerOutput(map_rows(after, (x, attended), num_tokens, tile, len(attended)), pools)
+            return LayerOutput(map_rows(after, (x, attended), num_tokens, tile, len(attended)), pools, None, selected)
         after = partial(self.after_attention_with_experts, num_rows=used)
         x, experts = map_rows(after, (x, attended), num_tokens, tile, len(attended))
-        return LayerOutput(x, pools, None if experts is None else count_tokens(experts, num_tokens, self.num_experts))
+        counts = None if experts is None else count_tokens(experts, num_tokens, self.num_experts)
+        return LayerOutput(x, pools, counts, selected)
+
+    def _attended(
+        self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+    ) -> Attended:
+        """Return attention, and the layer's pools with the step's keys and values."""
+        query, pools = self._written(x, pools, inputs, settings)
+        query = self.attention.scaled(query, inputs)
+        return Attended(self.attention.attend(query, pools, inputs.batch, settings), pools)
 
     def _written(
         self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
@@ -144,6 +162,11 @@ class RMSNormLayer(DecoderLayer):
         self.mlp_norm, self.mlp = mlp_norm, mlp
         self.residual_multiplier = residual_multiplier
 
+    @property
+    def num_experts(self) -> int:
+        """Number of experts that each token is routed to some of; 0 for a dense layer."""
+        return _num_experts(self.mlp)
+
 
 class PreNormLayer(RMSNormLayer):
     """Norms precede each branch (Llama)."""
@@ -163,22 +186,19 @@ class PreNormLayer(RMSNormLayer):
         """Return the layer's output from its input and the attention output."""
         return self.after_attention_with_experts(x, attended, num_rows)[0]
 
-    @property
-    def num_experts(self) -> int:
-        """Number of experts that each token is routed to some of; 0 for a dense layer."""
-        return _num_experts(self.mlp)
-
     def after_attention_with_experts(
         self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"] | None]:
         """Return the layer's output, and the experts of each token if the MLP is a mixture of experts."""
         scale, norm = self.residual_multiplier, self.mlp_norm
+        attended = self.attention.gated(attended, x, norm=self.attention_norm, num_rows=num_rows)
         x = self.attention.output(attended, residual=x, scale=scale, num_rows=num_rows)
-        return _run_mlp(self.mlp, x, norm=norm, residual=x, scale=scale, num_rows=num_rows)
+        return run_mlp(self.mlp, x, norm=norm, residual=x, scale=scale, num_rows=num_rows)
 
 
 class LayerNormLayer(DecoderLayer):
-    """A layer norm precedes each branch (GPT-2); the branches run one after the other, or both read the input.
+    """A norm precedes each branch, in most models a layer norm (GPT-2); the branches run one after the other, or both
+    read the input.
 
     Args:
         attention_norm: Norm of the attention branch.
@@ -190,9 +210,9 @@ class LayerNormLayer(DecoderLayer):
 
     def __init__(
         self,
-        attention_norm: LayerNorm,
+        attention_norm: LayerNorm | RMSNorm,
         attention: Attention,
-        mlp_norm: LayerNorm | None,
+        mlp_norm: LayerNorm | RMSNorm | None,
         mlp: AnyMLP,
         *,
         is_parallel: bool = False,
@@ -204,7 +224,7 @@ class LayerNormLayer(DecoderLayer):
 
     @property
     def has_fused_norms(self) -> bool:
-        """Return False: no kernel fuses a layer norm."""
+        """Return False: no kernel fuses a layer norm, or a norm that both branches read."""
         return False
 
     def projected(self, x: Float[Array, "rows D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
@@ -228,14 +248,14 @@ class LayerNormLayer(DecoderLayer):
         """Return the layer's output, and the experts of each token if the MLP is a mixture of experts."""
         after = self.attention.output(attended, residual=x, num_rows=num_rows)
         norm = self.attention_norm if self.mlp_norm is None else self.mlp_norm
-        return _run_mlp(self.mlp, norm(x if self.is_parallel else after), residual=after, num_rows=num_rows)
+        return run_mlp(self.mlp, norm(x if self.is_parallel else after), residual=after, num_rows=num_rows)
 
 
 def _num_experts(mlp: AnyMLP) -> int:
     return mlp.routing.num_experts if isinstance(mlp, SparseMLP) else 0
 
 
-def _run_mlp(
+def run_mlp(
     mlp: AnyMLP, x: Float[Array, "rows D"], **options: Any
 ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"] | None]:
     """Return the output of an MLP, and the experts of each token if it is a mixture of experts; ``options`` are those

@@ -66,19 +66,26 @@ class VocabEmbedding(nnx.Module):
 
 
 class PositionEmbedding(nnx.Module):
-    """A learned vector for each position, which is added to the token's embedding (GPT-2); whole on every device."""
+    """A learned vector for each position, which is added to the token's embedding (GPT-2); whole on every device.
 
-    def __init__(self, num_positions: int, hidden_size: int, *, scope: Scope):
-        recipe = whole(scope.at("weight").module, (num_positions, hidden_size))
+    Args:
+        num_positions: Number of positions.
+        hidden_size: D.
+        scope: Scope of the module.
+        offset: Row of position 0 in the table; those before are unused (OPT: 2).
+    """
+
+    def __init__(self, num_positions: int, hidden_size: int, *, scope: Scope, offset: int = 0):
+        recipe = whole(scope.at("weight").module, (num_positions + offset, hidden_size))
         self.weight = weight(recipe, (None, "embed"), (1, 1), scope)
-        self.num_positions, self.dtype = num_positions, scope.policy.activations_dtype
+        self.num_positions, self.offset, self.dtype = num_positions, offset, scope.policy.activations_dtype
         self.residual_axis = scope.parallel.residual_axis
 
     def __call__(self, positions: Int[Array, " T"]) -> Float[Array, "rows D"]:
         """Look up the vectors of all positions, or of this device's; later positions than the last, of padding, get the
         last one's."""
         positions = own_part(positions, self.residual_axis, 0)
-        return rows(self.weight, jnp.minimum(positions, self.num_positions - 1)).astype(self.dtype)
+        return rows(self.weight, jnp.minimum(positions, self.num_positions - 1) + self.offset).astype(self.dtype)
 
 
 class PerLayerEmbedding(nnx.Module):

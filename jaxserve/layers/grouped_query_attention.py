@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -13,9 +14,25 @@ from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, rows_of, stack_rows, vector
+from jaxserve.layers.residual import block_input
+from jaxserve.layers.rows import ROW_TILE, map_rows
 from pallas_kernels.qkv_write import Heads, QkNorms, Rotation
 
 QkNorm = Literal["none", "head", "width"]
+
+
+class OutputGate(NamedTuple):
+    """Gates of the attention output, computed from the layer's input: ``output(attended * activation(gate(x)))``.
+
+    Attributes:
+        module: Their projection in checkpoints.
+        activation: ``sigmoid`` (Trinity, Muse Glimmer) or ``softplus`` (Laguna), in float32.
+        is_per_head: Whether there is one gate for each head, rather than for each feature of each head.
+    """
+
+    module: str
+    activation: Literal["sigmoid", "softplus"]
+    is_per_head: bool = False
 
 
 class GroupedQueryAttention(Attention):
@@ -44,6 +61,7 @@ class GroupedQueryAttention(Attention):
         is_normed_last: Whether the norm over each head follows the rotary embedding (Hunyuan).
         has_value_norm: Whether values are normalized over each head too, without a weight (Gemma 4).
         reads: Index of the layer whose keys and values it reads, having none of its own; None for its own.
+        gate: Gates of the attention output; None for none.
         paired_dim: Features of a head that rotate in pairs (2 i, 2 i + 1) in checkpoints; they are stored with the even
             ones first, so that they rotate as all others do, (i, i + half). 0: they are in this order.
         options: Further options of ``Attention``.
@@ -72,6 +90,7 @@ class GroupedQueryAttention(Attention):
         is_normed_last: bool = False,
         has_value_norm: bool = False,
         reads: int | None = None,
+        gate: OutputGate | None = None,
         paired_dim: int = 0,
         **options: Any,
     ):
@@ -103,6 +122,8 @@ class GroupedQueryAttention(Attention):
             scope=scope.at(out),
             is_transposed=is_transposed,
         )
+        self.gate, self.gates = gate, None if gate is None else self._gates(gate, hidden_size, num_heads, scope)
+        self.tile = ROW_TILE if scope.policy.linear == "native" else None
         sinks = stack_rows(scope, [Rows("sinks", num_heads)], "")
         self.sinks = vector(sinks, "q_heads", scope) if has_sinks else None
         q_scope, k_scope = (scope.at(name) for name in norm_names)
@@ -117,6 +138,14 @@ class GroupedQueryAttention(Attention):
             self.q_norm = RMSNorm(q_width, eps=norm_eps, scope=q_scope, axis="q_heads", unit=head_dim)
             k_scope = k_scope.over(self.kv_axis)
             self.k_norm = RMSNorm(kv_width, eps=norm_eps, scope=k_scope, axis="kv_heads", unit=head_dim)
+
+    def _gates(self, gate: OutputGate, hidden_size: int, num_heads: int, scope: Scope) -> ColumnParallelLinear:
+        """Return the projection of the gates of this device's query heads."""
+        unit = 1 if gate.is_per_head else self.head_dim
+        rows = [Rows(gate.module, num_heads * unit, unit)]
+        return ColumnParallelLinear(
+            hidden_size, rows, outer_axis="q_heads", mesh_axis=self.mesh_axis, bias=False, scope=scope
+        )
 
     def _order(self, paired_dim: int) -> tuple[int, ...]:
         """Return the indices of each device's rows with the even features of each query and key before the odd ones."""
@@ -166,6 +195,28 @@ class GroupedQueryAttention(Attention):
         if self.is_normed_last and self.k_norm is not None:
             heads = heads._replace(query=self.q_norm(heads.query), key=self.k_norm(heads.key))
         return heads if self.v_norm is None else heads._replace(value=self.v_norm(heads.value))
+
+    def gated(
+        self,
+        attended: Float[Array, "T N H"],
+        x: Float[Array, "rows D"],
+        *,
+        norm: RMSNorm | None = None,
+        num_rows: Int[Array, ""] | None = None,
+    ) -> Float[Array, "T N H"]:
+        """Multiply the attention output by the gates of the layer's input, if there are any."""
+        if self.gates is None:
+            return attended
+        x, norm = block_input(x, norm, self.residual_axis)
+        gates = self.gates.in_float32(x, norm=norm, num_rows=num_rows)
+        tile = self.tile if self.tile is not None and len(x) % self.tile == 0 else None
+        return map_rows(self._gated, (attended, gates), len(x) if num_rows is None else num_rows, tile)
+
+    def _gated(self, attended: Float[Array, "T N H"], gates: Float[Array, "T width"]) -> Float[Array, "T N H"]:
+        assert self.gate is not None
+        factors = jax.nn.sigmoid(gates) if self.gate.activation == "sigmoid" else jax.nn.softplus(gates)
+        factors = factors.reshape(*attended.shape[:2], -1)
+        return (attended.astype(jnp.float32) * factors).astype(attended.dtype)
 
     def write_projected(
         self, qkv: Float[Array, "T width"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings

@@ -63,25 +63,26 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """``(x - mean(x)) / std(x) * weight + bias`` over the last axis, in float32 (arXiv:1607.06450).
+    """``(x - mean(x)) / std(x) * (weight + offset) + bias`` over the last axis, in float32 (arXiv:1607.06450).
 
     Args:
         features: Number of features.
         eps: Added to the variance.
         scope: Scope of the module.
         has_bias: Whether there is a bias.
+        offset: Added to the weight (Nemotron: 1).
     """
 
-    def __init__(self, features: int, *, eps: float, scope: Scope, has_bias: bool = True):
-        self.weight = vector(whole(scope.at("weight").module, (features,)), "embed", scope, fill=1.0)
+    def __init__(self, features: int, *, eps: float, scope: Scope, has_bias: bool = True, offset: float = 0.0):
+        self.weight = vector(whole(scope.at("weight").module, (features,)), "embed", scope, fill=1.0 - offset)
         self.bias = vector(whole(scope.at("bias").module, (features,)), "embed", scope) if has_bias else None
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, -1, keepdims=True)
         normed = centred * lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + self.eps)
-        scaled = normed * self.weight[...].astype(jnp.float32)
+        scaled = normed * (self.weight[...].astype(jnp.float32) + self.offset)
         return (scaled if self.bias is None else scaled + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 
 

@@ -32,6 +32,7 @@ class Routing:
         scale: Factor of the weights, after normalization.
         is_corrected: Whether the router has a bias for the choice.
         weighs_inputs: Whether the weights multiply what the experts are given, not what they compute (Llama 4).
+        logit_cap: The router's logits become cap * tanh(logit / cap) (Laguna); None for no cap.
         jitter: SparseMixer: half the relative distance within which a logit is near the best one.
     """
 
@@ -45,12 +46,15 @@ class Routing:
     scale: float = 1.0
     is_corrected: bool = False
     weighs_inputs: bool = False
+    logit_cap: float | None = None
     jitter: float = 0.0
 
     def __call__(
         self, logits: Float[Array, "T E"], correction: Float[Array, " E"] | None = None
     ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
         """Return the weights and indices of each token's experts, the best expert first."""
+        if self.logit_cap is not None:
+            logits = self.logit_cap * jnp.tanh(logits / self.logit_cap)
         if self.scoring == "sparsemixer":
             return self._sparse_mixed(logits)
         scores = jax.nn.softmax(logits, axis=-1) if self.scoring == "softmax" else jax.nn.sigmoid(logits)

@@ -102,6 +102,8 @@ class SparseMLP(nnx.Module):
         router_norm: Norm of the router's input, which is then not that of the experts; None: both are the same.
         router_scale: Factor of the router's logits.
         expert_scales: Tensor with a factor of the weight of each expert; None for none.
+        is_mean: Whether the output is the mean of the experts' sum and the shared expert's output, not their sum
+            (Cohere 2 MoE).
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class SparseMLP(nnx.Module):
         router_norm: RMSNorm | None = None,
         router_scale: float = 1.0,
         expert_scales: str | None = None,
+        is_mean: bool = False,
     ):
         parallel, policy, count = scope.parallel, scope.policy, routing.num_experts
         self.tile = ROW_TILE if policy.linear == policy.grouped == "native" else None
@@ -125,6 +128,7 @@ class SparseMLP(nnx.Module):
         self.has_fused_norms = (
             self.tile is not None and self.residual_axis is None
         )  # not fused, but in tiles of its own
+        self.is_mean = is_mean
         self.routing, self.shared, self.dtype = routing, shared, policy.activations_dtype
         self.experts_axis, self.ffn_axis, self.dispatch = parallel.experts, parallel.expert_ffn, parallel.dispatch
         self.shared_axis = parallel.ffn
@@ -200,6 +204,7 @@ class SparseMLP(nnx.Module):
             y = self._exchanged(x, weights, experts, num_rows)
         if self.shared is not None:
             y += self._once(self.shared.partial(x, num_rows, tile))
+            y = y / 2 if self.is_mean else y
         y = block_output(y.astype(self.dtype), self._summed_axes, self.residual_axis)
         return add_branch(y, residual, scale), experts
 

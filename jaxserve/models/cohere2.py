@@ -1,4 +1,7 @@
-"""Command R7B and Command A: attention and MLP read the same norm; layers with a window rotate, full ones do not."""
+"""Command R and R7B, Aya Expanse, Command A: attention and MLP read the same norm.
+
+In Cohere 2 (R7B and A) layers with a window rotate, full ones do not; those of Cohere (R and Aya) are full and rotate.
+"""
 
 import dataclasses
 from typing import Final
@@ -9,7 +12,15 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, Windows, class_sizes, read_decoder, read_repeated_windows
+from jaxserve.models.hf_decoder import (
+    FamilyDefaults,
+    Windows,
+    class_sizes,
+    read_decoder,
+    read_repeated_windows,
+    same_windows,
+)
+from jaxserve.models.hf_rope import RopeDefaults
 
 
 def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
@@ -25,6 +36,7 @@ _DEFAULTS: Final = FamilyDefaults(
     windows=_read_windows,
     sizes=class_sizes(256000, 8192, 22528, 40, 64, 8192),
 )
+_COHERE: Final = dataclasses.replace(_DEFAULTS, rope=RopeDefaults(theta=500_000.0), windows=same_windows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +51,15 @@ class Cohere2Config(DecoderConfig):
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> Cohere2Config:
-    """Read a config of Cohere2ForCausalLM."""
-    base = read_decoder(fields.with_aliases({"layer_norm_eps": "rms_norm_eps"}), architecture, _DEFAULTS)
-    base = dataclasses.replace(base, rope_layers=tuple(window is not None for window in base.sliding_windows))
+    """Read a config of CohereForCausalLM or Cohere2ForCausalLM."""
+    fields = fields.with_aliases({"layer_norm_eps": "rms_norm_eps"})
+    if architecture == "CohereForCausalLM":
+        base = read_decoder(fields, architecture, _COHERE)
+        if fields.flag("use_qk_norm", False):
+            fields.note("use_qk_norm", "expected false: queries and keys are not normalized (Command R+ does so)")
+    else:
+        base = read_decoder(fields, architecture, _DEFAULTS)
+        base = dataclasses.replace(base, rope_layers=tuple(window is not None for window in base.sliding_windows))
     return Cohere2Config(**vars(base), logits_scale=fields.number("logit_scale", 0.0625))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.layers.attention import Attention
-from jaxserve.layers.decoder import DecoderLayer, PreNormLayer
+from jaxserve.layers.decoder import DecoderLayer, LayerNormLayer, PreNormLayer
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.grouped_query_attention import GroupedQueryAttention, QkNorm
 from jaxserve.layers.mlp import GatedMLP, PlainMLP
@@ -26,8 +26,8 @@ class DecoderConfig(ModelConfig):
         head_dim: H; need not be D / N.
         rope: Rotary embedding.
         ffn_size: F.
-        norm_eps: Added to the mean square in every RMSNorm.
-        norm_offset: Added to the weight of every RMSNorm.
+        norm_eps: Added to the mean square in every RMSNorm, or to the variance in every LayerNorm.
+        norm_offset: Added to the weight of every norm.
         activation: Hugging Face's ``hidden_act``, one of: silu, gelu, gelu_pytorch_tanh or relu.
         qkv_bias: Whether query, key and value projections have a bias.
         out_bias: Whether the attention's output projection has a bias.
@@ -102,19 +102,43 @@ def build_layer(
     mlp: GatedMLP | PlainMLP | SparseMLP | None = None,
     attention: Attention | None = None,
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    layer: type[PreNormLayer] = PreNormLayer,
 ) -> PreNormLayer:
     """Build a Llama layer; the options are those of ``GroupedQueryAttention``, ``GatedMLP`` and ``PreNormLayer``.
 
-    ``mlp`` replaces the dense MLP, ``attention`` the grouped-query attention, ``norms`` the modules of both norms.
+    ``mlp`` replaces the dense MLP, ``attention`` the grouped-query attention, ``norms`` the modules of both norms,
+    ``layer`` the class.
     """
     if attention is None:
         attention = build_attention(config, index, scope.at("self_attn"), qkv=qkv, qk_norm=qk_norm, scale=scale)
-    return PreNormLayer(
+    return layer(
         build_norm(config, scope.at(norms[0])),
         attention,
         build_norm(config, scope.at(norms[1])),
         build_mlp(config, scope.at("mlp"), gate_up) if mlp is None else mlp,
         residual_multiplier=residual_multiplier,
+    )
+
+
+def build_layer_norm_layer(
+    config: DecoderConfig,
+    index: int,
+    scope: Scope,
+    mlp: GatedMLP | PlainMLP,
+    *,
+    is_parallel: bool = False,
+    **options: Any,
+) -> LayerNormLayer:
+    """Build a layer with layer norms; if it is parallel, one norm is that of both branches.
+
+    ``options`` are those of ``GroupedQueryAttention``.
+    """
+    return LayerNormLayer(
+        build_layer_norm(config, scope.at("input_layernorm")),
+        build_attention(config, index, scope.at("self_attn"), **options),
+        None if is_parallel else build_layer_norm(config, scope.at("post_attention_layernorm")),
+        mlp,
+        is_parallel=is_parallel,
     )
 
 
@@ -144,6 +168,12 @@ def build_mlp(config: DecoderConfig, scope: Scope, gate_up: Sequence[str] = ("ga
     return GatedMLP(*sizes, activation=config.activation, bias=config.mlp_bias, scope=scope, gate_up=gate_up)
 
 
+def build_plain_mlp(config: DecoderConfig, scope: Scope, up: str = "up_proj", down: str = "down_proj") -> PlainMLP:
+    """Build the MLP of a layer without gates."""
+    sizes = (config.hidden_size, config.ffn_size)
+    return PlainMLP(*sizes, activation=config.activation, bias=config.mlp_bias, scope=scope, up=up, down=down)
+
+
 def extra_layers(first: int, count: int) -> tuple[str, ...]:
     """Return regular expressions of the tensors of layers for multi-token prediction, which are not loaded."""
     numbers = "|".join(map(str, range(first, first + count)))
@@ -153,3 +183,8 @@ def extra_layers(first: int, count: int) -> tuple[str, ...]:
 def build_norm(config: DecoderConfig, scope: Scope) -> RMSNorm:
     """Build a norm over the hidden size."""
     return RMSNorm(config.hidden_size, eps=config.norm_eps, offset=config.norm_offset, scope=scope)
+
+
+def build_layer_norm(config: DecoderConfig, scope: Scope) -> LayerNorm:
+    """Build a layer norm over the hidden size."""
+    return LayerNorm(config.hidden_size, eps=config.norm_eps, offset=config.norm_offset, scope=scope)

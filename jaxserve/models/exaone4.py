@@ -12,7 +12,7 @@ from jaxserve.models.hf_decoder import FamilyDefaults, Windows, class_sizes, rea
 from jaxserve.models.olmo2 import build_post_norm_layer
 
 
-def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
+def read_exaone_windows(fields: ConfigFields, num_layers: int) -> Windows:
     """Read the windows: ``sliding_window_pattern`` is a number, as in Gemma 3, or letters such as LLLG."""
     window = fields.nullable_integer("sliding_window", 4096)
     pattern = fields.raw.get("sliding_window_pattern", 4)
@@ -28,7 +28,7 @@ _DEFAULTS: Final = FamilyDefaults(
     num_kv_heads=32,
     norm_eps=1e-5,
     bos_token_id=0,
-    windows=_read_windows,
+    windows=read_exaone_windows,
     sizes=class_sizes(102400, 4096, 16384, 32, 32, 2048),
 )
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.decoder import RMSNormLayer
+from jaxserve.layers.decoder import RMSNormLayer, run_mlp
 from jaxserve.layers.grouped_query_attention import QkNorm
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
@@ -126,8 +126,16 @@ class SandwichLayer(RMSNormLayer):
         self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> Float[Array, "rows D"]:
         """Return the layer's output from its input and the attention output."""
+        return self.after_attention_with_experts(x, attended, num_rows)[0]
+
+    def after_attention_with_experts(
+        self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
+    ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"] | None]:
+        """Return the same, and the experts of each token if the MLP is a mixture of experts."""
+        attended = self.attention.gated(attended, x, norm=self.attention_norm, num_rows=num_rows)
         x = x + self.after[0](self.attention.output(attended, num_rows=num_rows))
-        return x + self.after[1](self.mlp(x, norm=self.mlp_norm, num_rows=num_rows))
+        branch, experts = run_mlp(self.mlp, x, norm=self.mlp_norm, num_rows=num_rows)
+        return x + self.after[1](branch), experts
 
 
 def _build_layer(

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from jaxserve.layers.model_config import RopeConfig
 from jaxserve.models.decoder import DecoderConfig
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_rope import RopeDefaults, longest_context, read_rope
@@ -20,6 +21,8 @@ ACTIVATIONS: Final[Mapping[str, str]] = {
     "relu": "relu",
 }
 """Hugging Face's names of the supported activations; synonyms map to one name."""
+PLAIN_ACTIVATIONS: Final[Mapping[str, str]] = {**ACTIVATIONS, "relu2": "relu2"}
+"""The same of MLPs without gates."""
 
 
 Windows = tuple[int | None, ...]
@@ -51,6 +54,7 @@ class FamilyDefaults:
         eos_token_ids: Tokens that end a generation.
         activation: The activation.
         activation_field: Its field.
+        has_gates: Whether the MLP has gates; without them, further activations are supported.
         attention_bias: Whether all four projections of the attention have biases; None: they never have.
         mlp_bias: Whether the MLP has biases; None: it never has.
         norm_offset: Added to the weight of every RMSNorm.
@@ -67,6 +71,7 @@ class FamilyDefaults:
     eos_token_ids: tuple[int, ...] = (2,)
     activation: str = "silu"
     activation_field: str = "hidden_act"
+    has_gates: bool = True
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
     norm_offset: float = 0.0
@@ -98,6 +103,7 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
     head_dim = _read_head_dim(fields, hidden_size, num_heads, defaults)
     rope = read_rope(fields, head_dim, defaults.rope)
     has_bias = _read_bias(fields, "attention_bias", defaults.attention_bias)
+    activations = ACTIVATIONS if defaults.has_gates else PLAIN_ACTIVATIONS
     return DecoderConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
@@ -112,7 +118,7 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
         qkv_bias=has_bias,
         out_bias=has_bias,
         mlp_bias=_read_bias(fields, "mlp_bias", defaults.mlp_bias),
-        activation=read_activation(fields, defaults.activation_field, defaults.activation),
+        activation=read_activation(fields, defaults.activation_field, defaults.activation, activations),
         max_positions=longest_context(rope),
         tie_embeddings=fields.flag("tie_word_embeddings", defaults.tie_embeddings),
         rope=rope,
@@ -122,6 +128,21 @@ def read_decoder(fields: ConfigFields, architecture: str, defaults: FamilyDefaul
         eos_token_ids=fields.token_ids("eos_token_id", defaults.eos_token_ids),
         dtype=read_dtype(fields),
     )
+
+
+def read_local_rope(fields: ConfigFields, base: DecoderConfig, defaults: FamilyDefaults) -> RopeConfig:
+    """Read the rotary embedding of the layers with a window, ``rope_parameters.sliding_attention``; that of the others
+    if there are none.
+
+    Args:
+        fields: Fields of config.json.
+        base: The model, with the rotary embedding of the other layers.
+        defaults: Defaults of the family.
+    """
+    if all(window is None for window in base.sliding_windows):
+        return base.rope
+    local = RopeDefaults(is_partial=defaults.rope.is_partial, layer_type="sliding_attention")
+    return read_rope(fields.with_defaults(defaults.sizes), base.head_dim, local)
 
 
 def _read_bias(fields: ConfigFields, field: str, default: bool | None) -> bool:
@@ -155,24 +176,61 @@ def read_repeated_windows(fields: ConfigFields, num_layers: int, pattern: int) -
     return read_windows(fields, window, [window is not None and (i + 1) % pattern != 0 for i in range(num_layers)])
 
 
+def read_listed_windows(fields: ConfigFields, num_layers: int, *, absent: int, slides: bool) -> Windows:
+    """Read windows in the layers that ``layer_types`` lists.
+
+    Args:
+        fields: Fields of config.json.
+        num_layers: Number of layers.
+        absent: ``sliding_window`` if that is missing.
+        slides: Whether all layers slide if ``layer_types`` is missing and there is a window.
+    """
+    window = fields.nullable_integer("sliding_window", absent)
+    return read_windows(fields, window, (slides and window is not None,) * num_layers)
+
+
 def read_one_window(fields: ConfigFields, num_layers: int, absent: int | None = None) -> Windows:
     """Read one ``sliding_window`` for all layers; ``absent`` is its default."""
     return same_windows(fields, num_layers, fields.nullable_integer("sliding_window", absent))
 
 
+def read_layer_list(
+    fields: ConfigFields, field: str, num_layers: int, kinds: Sequence[str | int]
+) -> tuple[object, ...] | None:
+    """Return the list with one entry for each layer; None if config.json has no such list or an invalid one.
+
+    Args:
+        fields: Fields of config.json.
+        field: Name of the list.
+        num_layers: Number of layers.
+        kinds: The entries that it may have.
+    """
+    entries = fields.items(field)
+    if entries is None:
+        return None
+    unknown = sorted({str(each) for each in entries if each not in kinds})
+    if unknown:
+        fields.note(field, f"expected {' or '.join(map(str, kinds))}, got {', '.join(unknown)}")
+    if len(entries) != num_layers:
+        fields.note(field, f"expected {num_layers} entries, one per layer, got {len(entries)}")
+    return None if unknown or len(entries) != num_layers else entries
+
+
+def read_layer_indices(fields: ConfigFields, field: str, num_layers: int) -> tuple[bool, ...] | None:
+    """Return for each layer whether a list names its index; None if config.json has no such list."""
+    indices = fields.items(field)
+    if indices is None:
+        return None
+    outside = [str(each) for each in indices if each not in range(num_layers)]
+    if outside:
+        fields.note(field, f"expected indices of layers, 0 to {num_layers - 1}, got {', '.join(outside)}")
+    return tuple(index in indices for index in range(num_layers))
+
+
 def _read_layer_types(fields: ConfigFields, num_layers: int) -> tuple[bool, ...] | None:
     """Return for each layer whether it slides; None if config.json has no such list or an invalid one."""
-    types = fields.items("layer_types")
-    if types is None:
-        return None
-    unknown = sorted({str(each) for each in types} - {"full_attention", "sliding_attention"})
-    if unknown:
-        fields.note("layer_types", f"expected full_attention or sliding_attention, got {', '.join(unknown)}")
-        return None
-    if len(types) != num_layers:
-        fields.note("layer_types", f"expected {num_layers} entries, one per layer, got {len(types)}")
-        return None
-    return tuple(each == "sliding_attention" for each in types)
+    types = read_layer_list(fields, "layer_types", num_layers, ("full_attention", "sliding_attention"))
+    return None if types is None else tuple(each == "sliding_attention" for each in types)
 
 
 def _read_head_dim(fields: ConfigFields, hidden_size: int, num_heads: int, defaults: FamilyDefaults) -> int:
@@ -191,12 +249,14 @@ def _read_kv_heads(fields: ConfigFields, num_heads: int, defaults: FamilyDefault
     return num_kv_heads
 
 
-def read_activation(fields: ConfigFields, field: str, default: str) -> str:
-    """Return our name of the activation in a field."""
+def read_activation(
+    fields: ConfigFields, field: str, default: str, activations: Mapping[str, str] = ACTIVATIONS
+) -> str:
+    """Return our name of the activation in a field, one of ``activations``."""
     name = fields.text(field, default)
-    if name not in ACTIVATIONS:
-        fields.note(field, f"expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
-    return ACTIVATIONS.get(name, "silu")
+    if name not in activations:
+        fields.note(field, f"expected one of {', '.join(activations)}, got {name!r}")
+    return activations.get(name, "silu")
 
 
 def read_dtype(fields: ConfigFields) -> str:

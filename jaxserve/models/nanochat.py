@@ -15,6 +15,8 @@ from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder
 _DEFAULTS: Final = FamilyDefaults(
     bos_token_id=0,
     eos_token_ids=(1,),
+    activation="relu2",
+    has_gates=False,
     attention_bias=False,
     sizes=class_sizes(50304, 768, 8192, 12, 6, 2048),
 )
@@ -33,9 +35,7 @@ class NanoChatConfig(DecoderConfig):
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> NanoChatConfig:
     """Read a config of NanoChatForCausalLM, whose heads rotate the other way."""
-    if fields.text("hidden_act", "relu2") != "relu2":
-        fields.note("hidden_act", f"expected relu2, got {fields.text('hidden_act', 'relu2')!r}")
-    base = read_decoder(fields.replaced({"hidden_act": None}), architecture, _DEFAULTS)
+    base = read_decoder(fields, architecture, _DEFAULTS)
     base = dataclasses.replace(base, rope=dataclasses.replace(base.rope, is_reversed=True))
     return NanoChatConfig(**vars(base), logits_soft_cap=fields.nullable_number("final_logit_softcapping", 15.0))
 
@@ -62,5 +62,5 @@ def _build_layer(config: NanoChatConfig, index: int, scope: Scope) -> PreNormLay
         _build_norm(config, scope),
         build_attention(config, index, scope.at("self_attn"), qk_norm="head", has_norm_weights=False),
         _build_norm(config, scope),
-        PlainMLP(*sizes, activation="relu2", scope=scope.at("mlp"), up="fc1", down="fc2", bias=False),
+        PlainMLP(*sizes, activation=config.activation, scope=scope.at("mlp"), up="fc1", down="fc2", bias=False),
     )

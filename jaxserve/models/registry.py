@@ -6,6 +6,7 @@ same architecture, for embeddings alone. Of a multimodal class, the language mod
 """
 
 import dataclasses
+import difflib
 import importlib
 from collections.abc import Mapping
 from typing import Any, Final, Protocol, cast, runtime_checkable
@@ -15,19 +16,29 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.hf_config import ConfigFields, check_quantization
+from jaxserve.models.refused import other_class, refusal
 from jaxserve.models.text_half import PREFIXES, TEXT_HALVES, text_fields
 from jaxserve.parsers import FamilyParsers
 
 FAMILIES: Final[dict[str, str]] = {
+    "AfmoeForCausalLM": "jaxserve.models.afmoe",
     "ApertusForCausalLM": "jaxserve.models.apertus",
+    "ArceeForCausalLM": "jaxserve.models.arcee",
     "BaiChuanForCausalLM": "jaxserve.models.baichuan",
     "BaichuanForCausalLM": "jaxserve.models.baichuan",
     "Cohere2ForCausalLM": "jaxserve.models.cohere2",
+    "Cohere2MoeForCausalLM": "jaxserve.models.cohere2_moe",
+    "CohereForCausalLM": "jaxserve.models.cohere2",
+    "CwmForCausalLM": "jaxserve.models.cwm",
     "DeepseekV2ForCausalLM": "jaxserve.models.deepseek_v2",
+    "DeepseekV32ForCausalLM": "jaxserve.models.deepseek_v32",
     "DeepseekV3ForCausalLM": "jaxserve.models.deepseek_v3",
+    "Dots1ForCausalLM": "jaxserve.models.dots1",
     "Ernie4_5ForCausalLM": "jaxserve.models.ernie4_5",
     "Ernie4_5_MoeForCausalLM": "jaxserve.models.ernie4_5_moe",
     "Exaone4ForCausalLM": "jaxserve.models.exaone4",
+    "ExaoneMoeForCausalLM": "jaxserve.models.exaone_moe",
+    "FlexOlmoForCausalLM": "jaxserve.models.flex_olmo",
     "GPT2LMHeadModel": "jaxserve.models.gpt2",
     "GPTNeoXForCausalLM": "jaxserve.models.gpt_neox",
     "Gemma2ForCausalLM": "jaxserve.models.gemma2",
@@ -38,6 +49,7 @@ FAMILIES: Final[dict[str, str]] = {
     "Glm4ForCausalLM": "jaxserve.models.glm4",
     "Glm4MoeForCausalLM": "jaxserve.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "jaxserve.models.glm4_moe_lite",
+    "GlmMoeDsaForCausalLM": "jaxserve.models.deepseek_v32",
     "GlmForCausalLM": "jaxserve.models.glm",
     "GptOssForCausalLM": "jaxserve.models.gpt_oss",
     "GraniteForCausalLM": "jaxserve.models.granite",
@@ -45,19 +57,29 @@ FAMILIES: Final[dict[str, str]] = {
     "GraniteMoeHybridForCausalLM": "jaxserve.models.granite_shared",
     "GraniteMoeSharedForCausalLM": "jaxserve.models.granite_shared",
     "HYV3ForCausalLM": "jaxserve.models.hy_v3",
+    "HeliumForCausalLM": "jaxserve.models.helium",
     "HunYuanDenseV1ForCausalLM": "jaxserve.models.hunyuan",
     "HunYuanMoEV1ForCausalLM": "jaxserve.models.hunyuan_moe",
+    "Jais2ForCausalLM": "jaxserve.models.nemotron",
+    "LagunaForCausalLM": "jaxserve.models.laguna",
     "Llama4ForCausalLM": "jaxserve.models.llama4",
     "LlamaForCausalLM": "jaxserve.models.llama",
+    "MellumForCausalLM": "jaxserve.models.mellum",
     "MiniMaxM2ForCausalLM": "jaxserve.models.minimax_m2",
     "Ministral3ForCausalLM": "jaxserve.models.ministral3",
+    "MinistralForCausalLM": "jaxserve.models.mistral",
     "Mistral4ForCausalLM": "jaxserve.models.mistral4",
     "MistralForCausalLM": "jaxserve.models.mistral",
     "MixtralForCausalLM": "jaxserve.models.mixtral",
+    "MuseGlimmerForCausalLM": "jaxserve.models.muse_glimmer",
     "NanoChatForCausalLM": "jaxserve.models.nanochat",
+    "NemotronForCausalLM": "jaxserve.models.nemotron",
+    "OPTForCausalLM": "jaxserve.models.opt",
     "Olmo2ForCausalLM": "jaxserve.models.olmo2",
     "Olmo3ForCausalLM": "jaxserve.models.olmo3",
+    "OlmoeForCausalLM": "jaxserve.models.olmoe",
     "Phi3ForCausalLM": "jaxserve.models.phi3",
+    "PhiForCausalLM": "jaxserve.models.phi",
     "PhimoeForCausalLM": "jaxserve.models.phimoe",
     "Qwen2ForCausalLM": "jaxserve.models.qwen2",
     "Qwen2MoeForCausalLM": "jaxserve.models.qwen2_moe",
@@ -66,22 +88,27 @@ FAMILIES: Final[dict[str, str]] = {
     "SeedOssForCausalLM": "jaxserve.models.seed_oss",
     "SmolLM3ForCausalLM": "jaxserve.models.smollm3",
     "SolarOpenForCausalLM": "jaxserve.models.solar_open",
+    "StableLmForCausalLM": "jaxserve.models.stablelm",
     "Starcoder2ForCausalLM": "jaxserve.models.starcoder2",
+    "YoutuForCausalLM": "jaxserve.models.youtu",
 }
 
 PARSERS: Final[Mapping[str, FamilyParsers]] = {
     "ApertusForCausalLM": FamilyParsers(("apertus",), ("apertus",)),
     "Cohere2ForCausalLM": FamilyParsers(("cohere_command3",), ("cohere_command3",)),
+    "Cohere2MoeForCausalLM": FamilyParsers(("cohere_command4",), ("cohere_command4",)),
     "DeepseekV2ForCausalLM": FamilyParsers(("deepseek_v3",)),
     "DeepseekV3ForCausalLM": FamilyParsers(("kimi_k2", "deepseek_v3"), ("deepseek_v3",)),
     "Ernie4_5ForCausalLM": FamilyParsers(("ernie45",), ("ernie45",)),
     "Ernie4_5_MoeForCausalLM": FamilyParsers(("ernie45",), ("ernie45",)),
     "Exaone4ForCausalLM": FamilyParsers(("hermes",), ("qwen3",)),
+    "ExaoneMoeForCausalLM": FamilyParsers(("hermes",), ("qwen3",)),
     "Gemma3ForCausalLM": FamilyParsers(("pythonic",)),
     "Gemma4ForCausalLM": FamilyParsers(("gemma4",), ("gemma4",)),
     "Gemma4UnifiedForCausalLM": FamilyParsers(("gemma4",), ("gemma4",)),
     "Glm4MoeForCausalLM": FamilyParsers(("glm45",), ("glm45",)),
     "Glm4MoeLiteForCausalLM": FamilyParsers(("glm47",), ("glm47",)),
+    "GlmMoeDsaForCausalLM": FamilyParsers(("glm47",), ("glm47",)),
     "GptOssForCausalLM": FamilyParsers(("openai",), ("openai_gptoss",)),
     "GraniteForCausalLM": FamilyParsers(("granite",), ("granite",)),
     "GraniteMoeForCausalLM": FamilyParsers(("granite",)),
@@ -90,10 +117,12 @@ PARSERS: Final[Mapping[str, FamilyParsers]] = {
     "HYV3ForCausalLM": FamilyParsers(("hy_v3",), ("hy_v3",)),
     "HunYuanDenseV1ForCausalLM": FamilyParsers(("hunyuan_a13b",), ("hunyuan_a13b",)),
     "HunYuanMoEV1ForCausalLM": FamilyParsers(("hunyuan_a13b",), ("hunyuan_a13b",)),
+    "LagunaForCausalLM": FamilyParsers(("poolside_v1",), ("poolside_v1",)),
     "Llama4ForCausalLM": FamilyParsers(("llama4_pythonic",)),
     "LlamaForCausalLM": FamilyParsers(("deepseek_v3", "hermes", "llama3_json"), ("qwen3",)),
     "MiniMaxM2ForCausalLM": FamilyParsers(("minimax_m2",), ("minimax_m2",)),
     "Ministral3ForCausalLM": FamilyParsers(("mistral",), ("mistral",)),
+    "MinistralForCausalLM": FamilyParsers(("mistral",)),
     "Mistral4ForCausalLM": FamilyParsers(("mistral",), ("mistral",)),
     "MistralForCausalLM": FamilyParsers(("hermes", "mistral"), ("mistral",)),
     "MixtralForCausalLM": FamilyParsers(("hermes", "mistral")),
@@ -230,15 +259,34 @@ def _architecture(fields: ConfigFields) -> str:
         for known in (name, *_with_head(str(name), is_multimodal="text_config" in fields.raw)):
             if known in FAMILIES or known in TEXT_HALVES:
                 return str(known)
-    raise UnsupportedModelError(f"{fields.path}: {_unsupported(', '.join(map(str, names)))}")
+    raise UnsupportedModelError(
+        f"{fields.path}: {_unsupported(*map(str, names), has_code=fields.is_given('auto_map'))}"
+    )
 
 
 def _with_head(architecture: str, *, is_multimodal: bool) -> tuple[str, ...]:
     """Return the classes with a head that a class without one may belong to: LlamaForCausalLM for LlamaModel."""
     stem = architecture.removesuffix("Model").removesuffix("Text")
     causal = {"GPT2": "GPT2LMHeadModel"}.get(stem, f"{stem}ForCausalLM")
-    return (f"{stem}ForConditionalGeneration", causal) if is_multimodal else (causal,)
+    whole = f"{stem}ForConditionalGeneration"
+    return (whole, causal) if is_multimodal else (causal, whole)
 
 
-def _unsupported(architecture: str) -> str:
-    return f"architecture {architecture} is not supported; supported: {', '.join(supported_architectures())}"
+def _unsupported(*architectures: str, has_code: bool = False) -> str:
+    """Say that no class runs: why, and the nearest that does; the whole list where the reason is not known.
+
+    Args:
+        architectures: The names in config.json.
+        has_code: Whether the checkpoint has code of its own for them.
+    """
+    known, start = supported_architectures(), f"architecture {', '.join(architectures)} is not supported; supported:"
+    for name in architectures:
+        refused, other = refusal(name), other_class(name, known)
+        if refused is not None:
+            return f"{start} {refused.nearest}, which is the nearest; {name} {refused.reason}"
+        if other is not None:
+            return f"{start} {other}, the same model with an output head for tokens"
+    close = difflib.get_close_matches(architectures[0], known, n=1, cutoff=0.85)
+    question = f"; did you mean {close[0]}?" if close else ""
+    code = "; code in the checkpoint (auto_map) is never run" if has_code else ""
+    return f"{start} {', '.join(known)}{code}{question}"

@@ -1,16 +1,16 @@
 """The decoder with a mixture of experts in some or all layers; a family's own file has its differences."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.layers.decoder import PreNormLayer
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.routing import Routing
+from jaxserve.layers.routing import Routing, Scoring
 from jaxserve.layers.sparse_mlp import DEFAULT_NAMES, ExpertNames, SharedExpert, SparseMLP, replicated_linear
 from jaxserve.models.decoder import DecoderConfig, build_layer
 from jaxserve.models.hf_config import ConfigFields
+from jaxserve.models.hf_decoder import read_layer_indices, read_layer_list
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,11 +34,19 @@ class SparseConfig(DecoderConfig):
     @property
     def has_experts(self) -> bool:
         """Whether some layers have experts."""
-        return True
+        return any(self.sparse_layers)
 
 
-def read_routing(fields: ConfigFields, experts: str, default: int, per_token: int, *, is_normalized: bool) -> Routing:
-    """Read the numbers of experts.
+def read_routing(
+    fields: ConfigFields,
+    experts: str,
+    default: int,
+    per_token: int,
+    *,
+    is_normalized: bool,
+    scoring: Scoring = "softmax",
+) -> Routing:
+    """Read the numbers of experts; a ``scoring_func`` that is not the family's is a problem.
 
     Args:
         fields: Fields of config.json.
@@ -46,6 +54,7 @@ def read_routing(fields: ConfigFields, experts: str, default: int, per_token: in
         default: The number if the field is missing.
         per_token: ``num_experts_per_tok`` if that is missing.
         is_normalized: As in ``Routing``.
+        scoring: As in ``Routing``.
     """
     count = fields.integer(experts, default)
     chosen = fields.integer("num_experts_per_tok", per_token)
@@ -53,25 +62,27 @@ def read_routing(fields: ConfigFields, experts: str, default: int, per_token: in
         fields.note("num_experts_per_tok", f"expected at most the {count} experts, got {chosen}")
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
         fields.note("hidden_act", f"expected silu for experts, got {fields.text('hidden_act', 'silu')!r}")
-    return Routing(num_experts=count, experts_per_token=min(chosen, count), is_normalized=is_normalized)
+    given = fields.text("scoring_func", scoring)
+    if given != scoring:
+        fields.note("scoring_func", f"expected {scoring}, got {given!r}")
+    per_token = min(chosen, count)
+    return Routing(num_experts=count, experts_per_token=per_token, is_normalized=is_normalized, scoring=scoring)
 
 
-def read_listed_sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have experts: those that ``mlp_layer_types`` calls sparse, or all but the first."""
-    types = fields.items("mlp_layer_types")
+def read_listed_sparse_layers(fields: ConfigFields, num_layers: int, num_dense: int = 1) -> tuple[bool, ...]:
+    """Return which layers have experts: those that ``mlp_layer_types`` calls sparse, or all but the first
+    ``num_dense``."""
+    types = read_layer_list(fields, "mlp_layer_types", num_layers, ("dense", "sparse"))
     if types is None:
-        return (False, *(True,) * (num_layers - 1))
-    if len(types) != num_layers or not {*types} <= {"dense", "sparse"}:
-        fields.note("mlp_layer_types", f"expected dense or sparse for each of {num_layers} layers, got {len(types)}")
-        return (True,) * num_layers
+        return tuple(index >= num_dense for index in range(num_layers))
     return tuple(each == "sparse" for each in types)
 
 
 def read_sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Return which layers have experts: every ``decoder_sparse_step``-th, but none of ``mlp_only_layers``."""
     step = fields.integer("decoder_sparse_step", 1)
-    dense: Sequence[Any] = fields.items("mlp_only_layers") or ()
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+    dense = read_layer_indices(fields, "mlp_only_layers", num_layers) or (False,) * num_layers
+    return tuple(not dense[layer] and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
 def build_sparse_layer(
@@ -99,12 +110,32 @@ def build_sparse_layer(
     """
     if not config.sparse_layers[index]:
         return build_layer(config, index, scope, **options)
-    inner, expert = scope.at(module), None
-    if config.shared_ffn_size:
-        mlp = GatedMLP(config.hidden_size, config.shared_ffn_size, activation=config.activation, scope=inner.at(shared))
-        gate = None if shared_gate is None else replicated_linear(config.hidden_size, shared_gate, 1, inner)
-        expert = SharedExpert(mlp, gate)
-    sparse = SparseMLP(
-        config.hidden_size, config.expert_ffn_size, config.routing, scope=inner, names=names, shared=expert
-    )
+    sparse = build_sparse_mlp(config, scope.at(module), names=names, shared=shared, shared_gate=shared_gate)
     return build_layer(config, index, scope, mlp=sparse, **options)
+
+
+def build_sparse_mlp(
+    config: SparseConfig,
+    scope: Scope,
+    *,
+    names: ExpertNames = DEFAULT_NAMES,
+    shared: str = "shared_expert",
+    shared_gate: str | None = None,
+    **options: Any,
+) -> SparseMLP:
+    """Build a mixture of experts, with a shared expert if the config has one.
+
+    Args:
+        config: The model.
+        scope: Scope of the module.
+        names: As in :func:`build_sparse_layer`, like ``shared`` and ``shared_gate``.
+        shared: Module of the shared expert.
+        shared_gate: Module of its gate.
+        options: Further options of ``SparseMLP``.
+    """
+    expert, sizes = None, (config.hidden_size, config.expert_ffn_size)
+    if config.shared_ffn_size:
+        mlp = GatedMLP(config.hidden_size, config.shared_ffn_size, activation=config.activation, scope=scope.at(shared))
+        gate = None if shared_gate is None else replicated_linear(config.hidden_size, shared_gate, 1, scope)
+        expert = SharedExpert(mlp, gate)
+    return SparseMLP(*sizes, config.routing, scope=scope, names=names, shared=expert, **options)

@@ -4,11 +4,15 @@ from functools import partial
 from typing import Final
 
 from jaxserve.layers.decoder import LayerNormLayer
-from jaxserve.layers.mlp import PlainMLP
-from jaxserve.layers.norm import LayerNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder
+from jaxserve.models.decoder import (
+    DecoderConfig,
+    build_decoder,
+    build_layer_norm,
+    build_layer_norm_layer,
+    build_plain_mlp,
+)
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder, read_one_window
 
@@ -19,6 +23,7 @@ _DEFAULTS: Final = FamilyDefaults(
     bos_token_id=50256,
     eos_token_ids=(50256,),
     activation="gelu_pytorch_tanh",
+    has_gates=False,
     attention_bias=True,
     mlp_bias=True,
     windows=read_one_window,
@@ -35,23 +40,14 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:
     """Return the module."""
-    norm = LayerNorm(config.hidden_size, eps=config.norm_eps, scope=scope.at("model.norm"))
-    return build_decoder(config, scope, _build_layer, norm=norm)
+    return build_with(config, scope, ("c_fc", "c_proj"))
 
 
-def _build_layer(config: DecoderConfig, index: int, scope: Scope) -> LayerNormLayer:
-    norm = partial(LayerNorm, config.hidden_size, eps=config.norm_eps)
-    return LayerNormLayer(
-        norm(scope=scope.at("input_layernorm")),
-        build_attention(config, index, scope.at("self_attn")),
-        norm(scope=scope.at("post_attention_layernorm")),
-        PlainMLP(
-            config.hidden_size,
-            config.ffn_size,
-            activation=config.activation,
-            scope=scope.at("mlp"),
-            up="c_fc",
-            down="c_proj",
-            bias=config.mlp_bias,
-        ),
-    )
+def build_with(config: DecoderConfig, scope: Scope, mlp: tuple[str, str]) -> CausalLM:
+    """Build a model with layer norms; ``mlp`` are the names of the MLP's two projections."""
+    norm = build_layer_norm(config, scope.at("model.norm"))
+    return build_decoder(config, scope, partial(_build_layer, mlp=mlp), norm=norm)
+
+
+def _build_layer(config: DecoderConfig, index: int, scope: Scope, *, mlp: tuple[str, str]) -> LayerNormLayer:
+    return build_layer_norm_layer(config, index, scope, build_plain_mlp(config, scope.at("mlp"), *mlp))

@@ -86,6 +86,9 @@ _QWEN3_VL_MOE: Final = {
     "norm_topk_prob": True,
 }
 TEXT_HALVES: Final[Mapping[str, TextHalf]] = {
+    "Exaone4_5_ForConditionalGeneration": TextHalf(
+        dict.fromkeys(("exaone4", "exaone4_5_text"), "Exaone4ForCausalLM"), ("visual",), {}
+    ),
     "Gemma3ForConditionalGeneration": TextHalf(
         {"gemma3_text": "Gemma3ForCausalLM"},
         _VISION,
@@ -116,6 +119,9 @@ TEXT_HALVES: Final[Mapping[str, TextHalf]] = {
         },
         _VISION,
         class_sizes(32000, 4096, 14336, 32, 32, 131072),
+    ),
+    "MuseGlimmerForConditionalGeneration": TextHalf(
+        {"muse_glimmer_text": "MuseGlimmerForCausalLM"}, ("vision_tower", "vision_adapter", "vision_projection"), {}
     ),
     "Qwen2VLForConditionalGeneration": TextHalf({"qwen2_vl_text": "Qwen2ForCausalLM"}, ("visual",), _QWEN2_VL),
     "Qwen2_5_VLForConditionalGeneration": TextHalf({"qwen2_5_vl_text": "Qwen2ForCausalLM"}, ("visual",), _QWEN2_VL),

@@ -17,6 +17,9 @@ torch = pytest.importorskip("torch")
 
 LAYOUTS = ("tp1", "tp2", "tp4", "dp2", "pp2", "ep2", "tp2-experts2-gather")
 CONFIG_CLASSES = {"Gemma4": "Gemma4TextConfig", "Llama4": "Llama4TextConfig"}
+ENCODERS = {
+    "MuseGlimmer": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+}
 GLM_MOE = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "num_nextn_predict_layers": 1}
 GEMMA4 = {
     "tie_word_embeddings": True,
@@ -26,6 +29,14 @@ GEMMA4 = {
     "final_logit_softcapping": 20.0,
     "global_head_dim": 24,
 }
+SELECTED = {name: value for name, value in DEEPSEEK.items() if name != "rope_interleave"}
+SELECTED |= {"index_topk": 20, "index_n_heads": 32, "index_head_dim": 16}
+LAYERS = {"sliding_window": 9, "layer_types": GEMMA3_LAYERS}
+TWO_ROPES = {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}
+TWO_ROPES["rope_parameters"]["full_attention"] = rope(
+    "yarn", factor=4.0, original_max_position_embeddings=24, beta_fast=6.0
+)["rope_parameters"]
+OLMOE = {"num_experts": 6, "num_experts_per_tok": 3, "hidden_size": 96, "num_key_value_heads": 4}
 ROWS = {
     "ministral3": Row(
         family="Ministral3",
@@ -62,6 +73,7 @@ ROWS = {
         seed=1,
         fast=(),
     ),
+    "ministral": Row(family="Ministral", raw=LAYERS | {"num_key_value_heads": 2}, fast=()),
     "seed-oss": Row(family="SeedOss", raw={"attention_out_bias": True}),
     "glm4-moe": Row(
         family="Glm4Moe",
@@ -84,6 +96,35 @@ ROWS = {
         num_experts=6,
     ),
     "hy-v3": Row(family="HYV3", raw=QWEN_MOE | {"num_experts": 6}, fast=("tp2-experts2-gather",), num_experts=6),
+    "mellum": Row(
+        family="Mellum",
+        raw=LAYERS | TWO_ROPES | QWEN_MOE | {"num_experts": 6, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        num_experts=6,
+    ),
+    "laguna": Row(
+        family="Laguna",
+        raw=LAYERS
+        | TWO_ROPES
+        | QWEN_MOE
+        | {"num_experts": 6, "shared_expert_intermediate_size": 36, "num_attention_heads_per_layer": [8, 12, 4]}
+        | {"moe_router_logit_softcapping": 1.5, "moe_routed_scaling_factor": 2.5},
+        num_experts=6,
+    ),
+    "laguna-element-gates": Row(
+        family="Laguna",
+        raw=LAYERS | QWEN_MOE | {"num_experts": 6, "gating": "per-element", "attention_bias": True},
+        fast=(),
+        num_experts=6,
+    ),
+    "afmoe": Row(
+        family="Afmoe",
+        raw=LAYERS | QWEN_MOE | {"num_experts": 6, "route_scale": 2.5, "mup_enabled": True},
+        num_experts=6,
+    ),
+    "muse-glimmer": Row(
+        family="MuseGlimmer",
+        raw={"sliding_window": 9, "num_hidden_layers": 4, "final_logit_softcapping": 12.0, "post_norm_eps": 1e-3},
+    ),
     "glm": Row(family="Glm", raw={"num_key_value_heads": 2} | rope("default", partial_rotary_factor=0.5)),
     "glm4": Row(family="Glm4", raw=rope("default", partial_rotary_factor=0.5)),
     "ernie": Row(family="Ernie4_5", raw={"use_bias": True, "tie_word_embeddings": True}),
@@ -101,7 +142,61 @@ ROWS = {
         family="Cohere2",
         raw={"hidden_size": 64, "sliding_window": 9, "sliding_window_pattern": 3, "logit_scale": 0.25}
         | {"layer_norm_eps": 1e-4, "tie_word_embeddings": True},
+        seed=1,
     ),
+    "cohere2-moe": Row(
+        family="Cohere2Moe",
+        raw={"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 2, "prefix_dense_intermediate_size": 44}
+        | {"sliding_window": 9, "sliding_window_pattern": 2, "first_k_dense_replace": 1, "logit_scale": 0.25}
+        | {"layer_norm_eps": 1e-4, "rms_norm_eps": None},
+        num_experts=6,
+    ),
+    "cohere2-moe-sigmoid": Row(
+        family="Cohere2Moe",
+        raw={"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 1, "expert_selection_fn": "sigmoid"}
+        | LAYERS
+        | {"norm_topk_prob": False, "shared_expert_combination_strategy": "sum"},
+        fast=(),
+        num_experts=6,
+    ),
+    "cohere": Row(
+        family="Cohere", raw={"hidden_size": 96, "layer_norm_eps": 1e-4, "tie_word_embeddings": True}, seed=1, fast=()
+    ),
+    "olmoe": Row(family="Olmoe", raw=OLMOE, num_experts=6),
+    "flex-olmo": Row(family="FlexOlmo", raw=OLMOE | {"norm_topk_prob": True}, num_experts=6),
+    "arcee": Row(family="Arcee", raw={"attention_bias": True, "mlp_bias": True}),
+    "cwm": Row(family="Cwm", raw={"bos_token_id": 1, "sliding_window": 9, "mlp_bias": True}, seed=1),
+    "dots1": Row(
+        family="Dots1",
+        raw=GLM_MOE | {"first_k_dense_replace": 1, "n_shared_experts": 2, "n_group": 3, "topk_group": 2},
+        num_experts=6,
+    ),
+    "exaone-moe": Row(
+        family="ExaoneMoe",
+        raw={"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "sliding_window": 9}
+        | {"sliding_window_pattern": 3},
+        num_experts=6,
+    ),
+    "helium": Row(family="Helium", raw={"hidden_size": 96, "attention_bias": True, "mlp_bias": True}),
+    "youtu": Row(family="Youtu", raw={name: DEEPSEEK[name] for name in DEEPSEEK if "experts" not in name}, seed=1),
+    "nemotron": Row(family="Nemotron", raw={"norm_eps": 1e-4} | rope("default", partial_rotary_factor=0.5)),
+    "jais2": Row(family="Jais2", raw={"layer_norm_eps": 1e-4}, fast=()),
+    "phi": Row(
+        family="Phi", raw={"hidden_size": 96, "layer_norm_eps": 1e-4} | rope("default", partial_rotary_factor=0.5)
+    ),
+    "stablelm": Row(
+        family="StableLm",
+        raw={"hidden_size": 96, "layer_norm_eps": 1e-4, "use_qkv_bias": True}
+        | rope("default", partial_rotary_factor=0.5),
+        fast=(),
+    ),
+    "stablelm-parallel": Row(
+        family="StableLm",
+        raw={"hidden_size": 96, "layer_norm_eps": 1e-4, "use_parallel_residual": True}
+        | rope("default", partial_rotary_factor=0.5),
+        fast=(),
+    ),
+    "opt": Row(family="OPT", raw={"ffn_dim": 52, "word_embed_proj_dim": 40, "tie_word_embeddings": True}),
     "starcoder2": Row(family="Starcoder2", raw={"norm_epsilon": 1e-4, "sliding_window": 11}),
     "apertus": Row(family="Apertus", raw={"hidden_act": "xielu"}),
     "nanochat": Row(family="NanoChat", raw={"hidden_act": "relu2"}),
@@ -164,6 +259,14 @@ ROWS = {
         | {"attention_chunk_size": 16},
         num_experts=6,
     ),
+    "deepseek-v32": Row(family="DeepseekV32", raw=SELECTED | {"n_group": 2, "topk_group": 1}, seed=1, num_experts=8),
+    "glm-moe-dsa": Row(
+        family="GlmMoeDsa",
+        raw=SELECTED | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+        seed=1,
+        fast=(),
+        num_experts=8,
+    ),
     "llama4-dense": Row(
         family="Llama4",
         raw={"moe_layers": [], "intermediate_size_mlp": 52, "no_rope_layers": [1, 1, 0], "use_qk_norm": False}
@@ -175,18 +278,25 @@ ROWS = {
 
 
 def make_hf(row: Row) -> Any:
-    """Transformers' model with random weights, none of them neutral."""
+    """Transformers' model with random weights, none of them neutral.
+
+    An embedding that is the head is small beside the layers: the next token would be the last one again.
+    """
     name = CONFIG_CLASSES.get(row.family, f"{row.family}Config")
-    config = getattr(transformers, name)(**{**models.SIZES, **row.raw})
+    raw, kind = {**models.SIZES, **row.raw}, "CausalLM"
+    if row.family in ENCODERS:
+        raw, kind = {"text_config": raw, "vision_config": ENCODERS[row.family]}, "ConditionalGeneration"
+    config = getattr(transformers, name)(**raw)
     config._attn_implementation = "eager"
     torch.manual_seed(row.seed)
-    model = getattr(transformers, f"{row.family}ForCausalLM")(config).to(torch.float32).eval()
+    model = getattr(transformers, f"{row.family}For{kind}")(config).to(torch.float32).eval()
+    embed_gain = 0.1 if config.tie_word_embeddings else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
-                gain = 6.0 if "lm_head" in name else 1.0 if "embed" in name else 1.6
+                gain = 6.0 if "lm_head" in name else embed_gain if "embed_tokens." in name else 1.6
                 parameter.normal_(0.0, gain if "embed" in name else gain * parameter.shape[-1] ** -0.5)
-            elif "norm" in name:
+            elif "norm" in name and name.endswith("weight"):
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0.0, 0.5)
@@ -209,7 +319,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
         row, directory = ROWS[name], tmp_path_factory.mktemp(name)
         model = make_hf(row)
         models.save(model, row, directory)
-        asked = models.prompts(model.config.vocab_size)
+        asked = models.prompts(model.config.get_text_config().vocab_size)
         return Checkpoint(directory, model, asked, [models.greedy(row, model, prompt) for prompt in asked])
 
     return make

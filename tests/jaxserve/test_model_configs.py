@@ -342,12 +342,33 @@ def test_all_problems_come_in_one_error() -> None:
         ("LlamaForCausalLM", {"layer_types": ["sliding_attention"] * 6}, "expected full_attention in every layer"),
         ("MistralForCausalLM", {"layer_types": ["full_attention"] * 6}, "expected sliding_attention in every layer"),
         ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window: expected an integer from 1"),
-        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected a 0 or 1 for each of 6 layers"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected 6 entries, one per layer, got 2"),
         ("LlamaForCausalLM", {"hidden_act": 3}, "hidden_act: expected a string, got 3"),
         ("LlamaForCausalLM", {"hidden_size": 10**400}, r"hidden_size: .* got 1000+\.\.\."),
         ("LlamaForCausalLM", {"rope_theta": 10**400}, r"rope_theta: expected a number above 0, got 1000+\.\.\."),
         ("LlamaForCausalLM", {"rms_norm_eps": float("inf")}, "rms_norm_eps: expected a number above 0, got inf"),
         ("LlamaForCausalLM", {"bos_token_id": -1}, "bos_token_id: expected an integer from 0"),
+        ("LagunaForCausalLM", {"gating": "row"}, "gating: expected true, per-head or per-element, got 'row'"),
+        (
+            "LagunaForCausalLM",
+            {"num_attention_heads_per_layer": [4, 3]},
+            r"heads_per_layer: expected 6 multiples of the \d key/value heads, one per layer, got \[4, 3\]",
+        ),
+        (
+            "LagunaForCausalLM",
+            {"moe_apply_router_weight_on_input": True},
+            "moe_apply_router_weight_on_input: expected false",
+        ),
+        (
+            "MuseGlimmerForCausalLM",
+            {"layer_rope_theta": [0, 5.0]},
+            r"layer_rope_theta: expected 0 or rope_theta 10000.0 for each of 6 layers, got \[0, 5.0\]",
+        ),
+        (
+            "Cohere2MoeForCausalLM",
+            {"expert_selection_fn": "tanh"},
+            "expert_selection_fn: expected softmax or sigmoid, got 'tanh'",
+        ),
         ("GPT2LMHeadModel", {"n_head": 5}, "n_head: expected a divisor of n_embd 64, got 5"),
         ("GPT2LMHeadModel", {"n_positions": 0}, "n_positions: expected an integer from 1"),
         ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention: expected false"),
@@ -441,9 +462,7 @@ def test_the_config_of_gpt_oss_20b() -> None:
 
 
 def test_unknown_architecture_lists_the_supported_ones() -> None:
-    with pytest.raises(
-        UnsupportedModelError, match="GPT9ForCausalLM is not supported; supported: ApertusForCausalLM, "
-    ):
+    with pytest.raises(UnsupportedModelError, match="GPT9ForCausalLM is not supported; supported: AfmoeForCausalLM, "):
         config_from_hf({"architectures": ["GPT9ForCausalLM"]}, "config.json")
     with pytest.raises(UnsupportedModelError, match="architecture GPT9ForCausalLM is not supported"):
         family("GPT9ForCausalLM")

@@ -56,6 +56,13 @@ GEMMA4 = {
     "vocab_size_per_layer_input": 150,
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "exaone4.5": (
+        "Exaone4_5_",
+        {
+            "text_config": TEXT | {"model_type": "exaone4", "sliding_window": 5, "sliding_window_pattern": 2},
+            "vision_config": QWEN_VISION | {"num_key_value_heads": 2, "out_hidden_size": 32},
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {"text_config": TEXT | {"sliding_window": 5}, "vision_config": SIGLIP, "mm_tokens_per_image": 4},
