@@ -98,6 +98,7 @@ PARSERS: Final[Mapping[str, FamilyParsers]] = {
     "Cohere2ForCausalLM": FamilyParsers(("cohere_command3",), ("cohere_command3",)),
     "Cohere2MoeForCausalLM": FamilyParsers(("cohere_command4",), ("cohere_command4",)),
     "DeepseekV2ForCausalLM": FamilyParsers(("deepseek_v3",)),
+    "DeepseekV32ForCausalLM": FamilyParsers(("deepseek_v32",), ("deepseek_v3",)),
     "DeepseekV3ForCausalLM": FamilyParsers(("kimi_k2", "deepseek_v3"), ("deepseek_v3",)),
     "Ernie4_5ForCausalLM": FamilyParsers(("ernie45",), ("ernie45",)),
     "Ernie4_5_MoeForCausalLM": FamilyParsers(("ernie45",), ("ernie45",)),

@@ -57,6 +57,11 @@ CALLS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "apertus": (f'<|tools_prefix|>[{{"f": {ARGUMENTS}}}]<|tools_suffix|>',),
         "cohere_command3": (f"<|START_ACTION|>[{COHERE}]<|END_ACTION|>",),
+        "deepseek_v32": (
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">WORD'
+            '</｜DSML｜parameter>\n<｜DSML｜parameter name="n" string="false">2</｜DSML｜parameter>\n'
+            "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        ),
         "gemma4": ('<|tool_call>call:f{a:<|"|>WORD<|"|>,n:2}<tool_call|>',),
         "granite": (f"<|tool_call|>[{JSON}]", f"<tool_call>\n{JSON}\n</tool_call>", f"[{JSON}]"),
         "hunyuan_a13b": (f"<tool_calls>[{JSON}]</tool_calls>",),

@@ -307,6 +307,8 @@ PROMPTS = [
     ("deepseek_r1", "<｜User｜>?<｜Assistant｜>The answer", False),
     ("deepseek_v3", "<｜User｜>?<｜Assistant｜><think>First I add", True),
     ("deepseek_v3", "<｜User｜><think><｜Assistant｜></think>The answer", False),
+    ("deepseek_v3", "<｜User｜>?<｜Assistant｜><think>Hm.</think>call<result>4</result>\n\n<think>", True),
+    ("deepseek_v3", "<｜User｜>?<｜Assistant｜><think>Hm.</think>call<result>4</result>\n\n</think>", False),
     ("think", f"{CHATML}<think>a</think> b <think> c", True),
     ("think", f"{CHATML}<think>a</think> b <think> c</think> d", False),
     ("qwen3", "<|start_header_id|>assistant<|end_header_id|>\n\n<think>\nFirst", True),
