@@ -12,7 +12,7 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.deepseek_v2 import DeepseekConfig, read_deepseek
 from jaxserve.models.deepseek_v3 import read_corrected_routing
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes
+from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_layer_list
 from jaxserve.models.sparse_decoder import read_listed_sparse_layers
 
 
@@ -45,7 +45,6 @@ _CLASSES: Final[Mapping[str, _Class]] = {
         is_index_interleaved=True,
     ),
 }
-_INDEXER_TYPES: Final = {"F": "full", "S": "shared"}
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DeepseekConfig:
@@ -77,25 +76,20 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DeepseekConfig:
 def _read_index_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
     """Return the layer whose index each layer uses: its own, or that of the last one before it that has one.
 
-    ``indexer_types`` says which have none, or a pattern of letters, or every ``index_topk_freq``-th has one.
+    ``indexer_types`` says which have one, or a pattern of letters, or every ``index_topk_freq``-th has.
     """
-    types = fields.items("indexer_types")
-    pattern = fields.raw.get("index_topk_pattern")
-    if types is None and pattern is not None:
-        types = [_INDEXER_TYPES.get(each, each) for each in pattern]
-    if types is None:
-        every, start = fields.integer("index_topk_freq", 1), fields.integer("index_skip_topk_offset", 2, minimum=0)
-        types = ["shared" if max(layer - start + 1, 0) % every else "full" for layer in range(num_layers)]
-    field = "index_topk_pattern" if fields.raw.get("indexer_types") is None and pattern is not None else "indexer_types"
-    if len(types) != num_layers or not {*types} <= {"full", "shared"}:
-        fields.note(field, f"expected full or shared for each of {num_layers} layers, got {list(types)}")
-        return (*range(num_layers),)
-    if types[0] != "full":
-        fields.note(field, "expected full for the first layer, which has none before it")
-    layers = list[int]()
-    for layer, kind in enumerate(types):
-        layers.append(layer if kind == "full" or not layers else layers[-1])
-    return tuple(layers)
+    field, pattern = "indexer_types", fields.raw.get("index_topk_pattern")
+    if fields.raw.get(field) is None and isinstance(pattern, str):
+        field, fields = "index_topk_pattern", fields.replaced({"index_topk_pattern": [*pattern]})
+    every, start = fields.integer("index_topk_freq", 1), fields.integer("index_skip_topk_offset", 2, minimum=0)
+    kinds = read_layer_list(fields, field, num_layers, ("full", "shared", "F", "S"))
+    if kinds is None:
+        has_index = [max(layer - start + 1, 0) % every == 0 for layer in range(num_layers)]
+    else:
+        has_index = [kind in ("full", "F") for kind in kinds]
+    if not has_index[0]:
+        fields.note(field, "expected an index in the first layer, which has no layer before it")
+    return tuple(max((i for i in range(layer + 1) if has_index[i]), default=0) for layer in range(num_layers))
 
 
 def build(config: DeepseekConfig, scope: Scope) -> CausalLM:
