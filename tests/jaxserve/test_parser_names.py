@@ -7,7 +7,6 @@ import pytest
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.engine.model_defaults import chosen_parsers
-from jaxserve.llm import LLM
 from jaxserve.models.registry import FAMILIES, PARSERS, family_parsers
 from jaxserve.parsers import AUTO, FamilyParsers, ParserNames, chosen_reasoning, parser_names
 
@@ -62,12 +61,6 @@ def test_a_chat_template_of_the_settings_decides(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ messages }}<tool_call>")
     config = EngineConfig(model="demo", tool_call_parser="auto", chat_template=str(tmp_path / "own.jinja"))
     assert chosen_parsers(config, "LlamaForCausalLM", None) == ParserNames(None, "hermes")
-
-
-def test_the_engine_chooses_when_it_starts() -> None:
-    with LLM("demo", tool_call_parser="auto", max_model_len=64, max_num_seqs=1) as model:
-        text = '{"name": "f", "parameters": {}}'
-        assert model.parse_message(text).tool_calls[0].name == "f"
 
 
 def test_the_registry_names_families_and_formats_that_exist() -> None:
