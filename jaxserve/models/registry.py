@@ -155,7 +155,7 @@ def _of_language_model(fields: ConfigFields, architecture: str, inner: ConfigFie
     if kind not in half.families:
         fields.note("text_config.model_type", f"expected one of {', '.join(half.families)}, got {kind!r}")
     fields.raise_problems()
-    return inner.with_missing(half.defaults), half.families[kind]
+    return inner.with_missing(half.defaults_of(kind)), half.families[kind]
 
 
 def without_head(config: ModelConfig) -> ModelConfig:
