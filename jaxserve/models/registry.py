@@ -36,6 +36,7 @@ FAMILIES: Final[dict[str, str]] = {
     "ExaoneMoeForCausalLM": "jaxserve.models.exaone_moe",
     "FlexOlmoForCausalLM": "jaxserve.models.flex_olmo",
     "GPT2LMHeadModel": "jaxserve.models.gpt2",
+    "GPTBigCodeForCausalLM": "jaxserve.models.gpt2",
     "GPTNeoXForCausalLM": "jaxserve.models.gpt_neox",
     "Gemma2ForCausalLM": "jaxserve.models.gemma2",
     "Gemma3ForCausalLM": "jaxserve.models.gemma3",
@@ -55,6 +56,7 @@ FAMILIES: Final[dict[str, str]] = {
     "HeliumForCausalLM": "jaxserve.models.helium",
     "HunYuanDenseV1ForCausalLM": "jaxserve.models.hunyuan",
     "HunYuanMoEV1ForCausalLM": "jaxserve.models.hunyuan_moe",
+    "HyperCLOVAXForCausalLM": "jaxserve.models.hyperclovax",
     "Jais2ForCausalLM": "jaxserve.models.nemotron",
     "LagunaForCausalLM": "jaxserve.models.laguna",
     "Llama4ForCausalLM": "jaxserve.models.llama4",
@@ -85,6 +87,7 @@ FAMILIES: Final[dict[str, str]] = {
     "SolarOpenForCausalLM": "jaxserve.models.solar_open",
     "StableLmForCausalLM": "jaxserve.models.stablelm",
     "Starcoder2ForCausalLM": "jaxserve.models.starcoder2",
+    "VaultGemmaForCausalLM": "jaxserve.models.vaultgemma",
     "YoutuForCausalLM": "jaxserve.models.youtu",
 }
 

@@ -190,6 +190,13 @@ ROWS = {
         | rope("default", partial_rotary_factor=0.5),
     ),
     "opt": Row(family="OPT", raw={"ffn_dim": 52, "word_embed_proj_dim": 40, "tie_word_embeddings": True}),
+    "vaultgemma": Row(
+        family="VaultGemma",
+        raw={"tie_word_embeddings": True, "sliding_window": 9, "query_pre_attn_scalar": 20}
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0},
+    ),
+    "hyperclovax": Row(family="HyperCLOVAX", raw=GRANITE | {"logits_scaling": 2.0}),
+    "gpt-bigcode": Row(family="GPTBigCode", raw={"tie_word_embeddings": True}),
     "starcoder2": Row(family="Starcoder2", raw={"norm_epsilon": 1e-4, "sliding_window": 11}),
     "apertus": Row(family="Apertus", raw={"hidden_act": "xielu"}),
     "nanochat": Row(family="NanoChat", raw={"hidden_act": "relu2"}),
@@ -262,18 +269,18 @@ ROWS = {
 }
 
 
-SLOW = (
-    "laguna-element-gates",
-    "cohere2-moe-sigmoid",
-    "cohere",
+SLOW = {
     "arcee",
+    "cohere",
+    "cohere2-moe-sigmoid",
     "cwm",
     "dots1",
     "exaone-moe",
     "helium",
     "jais2",
-)
-SLOW += ("mellum", "ministral", "olmoe", "stablelm", "stablelm-parallel", "youtu")
+    "laguna-element-gates",
+}
+SLOW |= {"mellum", "ministral", "olmoe", "stablelm", "stablelm-parallel", "vaultgemma", "youtu"}
 """Rows whose layers others have already: all their tests are slow."""
 
 
