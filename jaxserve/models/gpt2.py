@@ -4,8 +4,9 @@ GPT-2 stores weights as ``[in, out]``; in GPT-BigCode, all query heads share one
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from jaxserve.layers.decoder import LayerNormLayer
 from jaxserve.layers.embedding import PositionEmbedding, VocabEmbedding
@@ -88,13 +89,18 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> GPT2Config:
 
 
 def build(config: GPT2Config, scope: Scope) -> CausalLM:
-    """Return the module, with the names of its own checkpoints."""
+    """Return the module."""
+    return build_with(config, scope, _build_layer)
+
+
+def build_with(config: GPT2Config, scope: Scope, layer: Callable[[Any, int, Scope], LayerNormLayer]) -> CausalLM:
+    """Return the module with the names of GPT-2's checkpoints, whose layers ``layer`` builds."""
     sizes, inner = (config.vocab_size, config.hidden_size), scope.at(_PREFIX.removesuffix("."))
     return CausalLM(
         config,
         embed=VocabEmbedding(*sizes, scope=inner.at("wte")),
         position_embed=PositionEmbedding(config.max_positions, config.hidden_size, scope=inner.at("wpe")),
-        layers=[_build_layer(config, index, inner.at(f"h.{index}")) for index in range(config.num_layers)],
+        layers=[layer(config, index, inner.at(f"h.{index}")) for index in range(config.num_layers)],
         norm=LayerNorm(config.hidden_size, eps=config.norm_eps, scope=inner.at("ln_f")),
         head=None if config.tie_embeddings else VocabEmbedding(*sizes, scope=scope.at("lm_head")),
         ignored=(r".*\.attn\.(masked_)?bias",),

@@ -37,6 +37,8 @@ FAMILIES: Final[dict[str, str]] = {
     "FlexOlmoForCausalLM": "jaxserve.models.flex_olmo",
     "GPT2LMHeadModel": "jaxserve.models.gpt2",
     "GPTBigCodeForCausalLM": "jaxserve.models.gpt2",
+    "GPTJForCausalLM": "jaxserve.models.gptj",
+    "GPTNeoForCausalLM": "jaxserve.models.gpt_neo",
     "GPTNeoXForCausalLM": "jaxserve.models.gpt_neox",
     "Gemma2ForCausalLM": "jaxserve.models.gemma2",
     "Gemma3ForCausalLM": "jaxserve.models.gemma3",

@@ -196,6 +196,11 @@ ROWS = {
         | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0},
     ),
     "hyperclovax": Row(family="HyperCLOVAX", raw=GRANITE | {"logits_scaling": 2.0}),
+    "gpt-neo": Row(
+        family="GPTNeo",
+        raw={"tie_word_embeddings": True, "window_size": 9, "attention_types": [[["global"], 1], [["local"], 2]]},
+    ),
+    "gptj": Row(family="GPTJ", raw={"hidden_size": 96, "rotary_dim": 8}, fast=()),
     "gpt-bigcode": Row(family="GPTBigCode", raw={"tie_word_embeddings": True}),
     "starcoder2": Row(family="Starcoder2", raw={"norm_epsilon": 1e-4, "sliding_window": 11}),
     "apertus": Row(family="Apertus", raw={"hidden_act": "xielu"}),
