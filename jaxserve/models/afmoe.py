@@ -15,8 +15,7 @@ from jaxserve.models.sparse_decoder import SparseConfig, build_sparse_mlp, read_
 
 
 def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
-    fields = fields.with_missing({"sliding_window": 1024})
-    return read_repeated_windows(fields, num_layers, fields.integer("global_attn_every_n_layers", 4))
+    return read_repeated_windows(fields, num_layers, fields.integer("global_attn_every_n_layers", 4), absent=1024)
 
 
 _DEFAULTS: Final = FamilyDefaults(

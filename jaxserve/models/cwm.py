@@ -1,20 +1,14 @@
 """Code World Model (Meta): Llama 3 with windows in three of four layers."""
 
+from functools import partial
 from typing import Any, Final
 
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_decoder
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, Windows, class_sizes, read_decoder, read_windows
+from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder, read_repeated_windows
 from jaxserve.models.hf_rope import RopeDefaults, with_default_rope
-
-
-def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
-    """Read the windows: each fourth layer from the first on is full."""
-    window = fields.nullable_integer("sliding_window", 8192)
-    return read_windows(fields, window, [window is not None and index % 4 != 0 for index in range(num_layers)])
-
 
 _DEFAULTS: Final = FamilyDefaults(
     num_kv_heads=8,
@@ -24,7 +18,7 @@ _DEFAULTS: Final = FamilyDefaults(
     bos_token_id=128000,
     eos_token_ids=(128001, 128008, 128009),
     mlp_bias=False,
-    windows=_read_windows,
+    windows=partial(read_repeated_windows, pattern=4, absent=8192, first_full=0),
     sizes=class_sizes(128256, 6144, 21504, 64, 48, 131072),
 )
 _ROPE: Final[dict[str, Any]] = {

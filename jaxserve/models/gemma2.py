@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.decoder import RMSNormLayer, run_mlp
 from jaxserve.layers.grouped_query_attention import QkNorm
+from jaxserve.layers.linear import add_branch
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.models import gemma
@@ -107,10 +108,11 @@ class SandwichLayer(RMSNormLayer):
     Args:
         after: Norms after the attention and after the MLP.
         parts: Arguments of ``RMSNormLayer``.
+        options: Further ones.
     """
 
-    def __init__(self, *parts: Any, after: tuple[RMSNorm, RMSNorm]):
-        super().__init__(*parts)
+    def __init__(self, *parts: Any, after: tuple[RMSNorm, RMSNorm], **options: Any):
+        super().__init__(*parts, **options)
         self.after = nnx.List[RMSNorm](after)
 
     @property
@@ -133,9 +135,10 @@ class SandwichLayer(RMSNormLayer):
     ) -> tuple[Float[Array, "rows D"], Int[Array, "T k"] | None]:
         """Return the same, and the experts of each token if the MLP is a mixture of experts."""
         attended = self.attention.gated(attended, x, norm=self.attention_norm, num_rows=num_rows)
-        x = x + self.after[0](self.attention.output(attended, num_rows=num_rows))
+        scale = self.residual_multiplier
+        x = add_branch(self.after[0](self.attention.output(attended, num_rows=num_rows)), x, scale)
         branch, experts = run_mlp(self.mlp, x, norm=self.mlp_norm, num_rows=num_rows)
-        return x + self.after[1](branch), experts
+        return add_branch(self.after[1](branch), x, scale), experts
 
 
 def _build_layer(

@@ -1,8 +1,12 @@
-"""GPT-2: learned positions, layer norms with biases, and weights that are stored ``[in, out]``."""
+"""GPT-2 and GPT-BigCode (StarCoder 1): learned positions, and layer norms with biases.
+
+GPT-2 stores weights as ``[in, out]``; in GPT-BigCode, all query heads share one head of keys and values.
+"""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from jaxserve.layers.decoder import LayerNormLayer
 from jaxserve.layers.embedding import PositionEmbedding, VocabEmbedding
@@ -30,7 +34,9 @@ class GPT2Config(ModelConfig):
     """One model of GPT-2's form.
 
     Attributes:
-        num_heads: N; every head has its own keys and values.
+        num_heads: N.
+        num_kv_heads: K: N or 1.
+        is_transposed: Whether checkpoints have weights as ``[in, out]``.
         ffn_size: F.
         norm_eps: Added to the variance in every LayerNorm.
         activation: One of ``pallas_kernels.linear.ACTIVATIONS``.
@@ -39,6 +45,8 @@ class GPT2Config(ModelConfig):
     """
 
     num_heads: int
+    num_kv_heads: int
+    is_transposed: bool
     ffn_size: int
     norm_eps: float
     activation: str
@@ -47,7 +55,11 @@ class GPT2Config(ModelConfig):
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> GPT2Config:
-    """Read a config of GPT2LMHeadModel, in its own names of fields or in those of other families."""
+    """Read a config of GPT2LMHeadModel or GPTBigCodeForCausalLM, in its own names of fields or in those of other
+    families."""
+    is_big_code = architecture == "GPTBigCodeForCausalLM"
+    if is_big_code and not fields.flag("multi_query", True):
+        fields.note("multi_query", "expected true: all query heads share one head of keys and values")
     fields = fields.with_aliases(_GENERAL_NAMES)
     hidden_size, num_heads = fields.integer("n_embd"), fields.integer("n_head")
     if hidden_size % num_heads:
@@ -62,9 +74,11 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> GPT2Config:
         max_positions=fields.integer("n_positions"),
         rope=None,
         num_heads=num_heads,
+        num_kv_heads=1 if is_big_code else num_heads,
+        is_transposed=not is_big_code,
         ffn_size=fields.nullable_integer("n_inner", None) or 4 * hidden_size,
         norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-        activation=read_activation(fields, "activation_function", "gelu_new"),
+        activation=read_activation(fields, "activation_function", "gelu_pytorch_tanh"),
         tie_embeddings=fields.flag("tie_word_embeddings", True),
         is_scaled=fields.flag("scale_attn_weights", True),
         is_scaled_by_layer=fields.flag("scale_attn_by_inverse_layer_idx", False),
@@ -75,13 +89,18 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> GPT2Config:
 
 
 def build(config: GPT2Config, scope: Scope) -> CausalLM:
-    """Return the module, with the names of its own checkpoints."""
+    """Return the module."""
+    return build_with(config, scope, _build_layer)
+
+
+def build_with(config: GPT2Config, scope: Scope, layer: Callable[[Any, int, Scope], LayerNormLayer]) -> CausalLM:
+    """Return the module with the names of GPT-2's checkpoints, whose layers ``layer`` builds."""
     sizes, inner = (config.vocab_size, config.hidden_size), scope.at(_PREFIX.removesuffix("."))
     return CausalLM(
         config,
         embed=VocabEmbedding(*sizes, scope=inner.at("wte")),
         position_embed=PositionEmbedding(config.max_positions, config.hidden_size, scope=inner.at("wpe")),
-        layers=[_build_layer(config, index, inner.at(f"h.{index}")) for index in range(config.num_layers)],
+        layers=[layer(config, index, inner.at(f"h.{index}")) for index in range(config.num_layers)],
         norm=LayerNorm(config.hidden_size, eps=config.norm_eps, scope=inner.at("ln_f")),
         head=None if config.tie_embeddings else VocabEmbedding(*sizes, scope=scope.at("lm_head")),
         ignored=(r".*\.attn\.(masked_)?bias",),
@@ -99,12 +118,12 @@ def _build_layer(config: GPT2Config, index: int, scope: Scope) -> LayerNormLayer
         GroupedQueryAttention(
             size,
             num_heads,
-            num_heads,
+            config.num_kv_heads,
             head_dim,
             scope=scope.at("attn"),
             qkv=("c_attn",),
             out="c_proj",
-            is_transposed=True,
+            is_transposed=config.is_transposed,
             qkv_bias=True,
             out_bias=True,
             scale=scale / (index + 1) if config.is_scaled_by_layer else scale,
@@ -118,6 +137,6 @@ def _build_layer(config: GPT2Config, index: int, scope: Scope) -> LayerNormLayer
             scope=scope.at("mlp"),
             up="c_fc",
             down="c_proj",
-            is_transposed=True,
+            is_transposed=config.is_transposed,
         ),
     )

@@ -170,10 +170,21 @@ def read_late_windows(fields: ConfigFields, num_layers: int) -> Windows:
     return read_windows(fields, window, [window is not None and layer >= first for layer in range(num_layers)])
 
 
-def read_repeated_windows(fields: ConfigFields, num_layers: int, pattern: int) -> Windows:
-    """Read windows in every layer but each ``pattern``-th, unless ``layer_types`` says otherwise."""
-    window = fields.nullable_integer("sliding_window", 4096)
-    return read_windows(fields, window, [window is not None and (i + 1) % pattern != 0 for i in range(num_layers)])
+def read_repeated_windows(
+    fields: ConfigFields, num_layers: int, pattern: int, *, absent: int = 4096, first_full: int | None = None
+) -> Windows:
+    """Read windows in every layer but each ``pattern``-th, unless ``layer_types`` says otherwise.
+
+    Args:
+        fields: Fields of config.json.
+        num_layers: Number of layers.
+        pattern: Every how many layers one has no window.
+        absent: ``sliding_window`` if that is missing.
+        first_full: Index of the first layer without a window; None: ``pattern - 1``.
+    """
+    window = fields.nullable_integer("sliding_window", absent)
+    first = pattern - 1 if first_full is None else first_full
+    return read_windows(fields, window, [window is not None and (i - first) % pattern != 0 for i in range(num_layers)])
 
 
 def read_listed_windows(fields: ConfigFields, num_layers: int, *, absent: int, slides: bool) -> Windows:

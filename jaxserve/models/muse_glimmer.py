@@ -10,7 +10,7 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp, build_norm
 from jaxserve.models.gemma2 import SandwichLayer
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, Windows, class_sizes, read_decoder, read_windows
+from jaxserve.models.hf_decoder import FamilyDefaults, Windows, class_sizes, read_decoder, read_repeated_windows
 
 _PATTERN: Final = 4
 _GATE: Final = OutputGate("gate_proj", "sigmoid")
@@ -22,9 +22,8 @@ def _is_full(index: int, num_layers: int) -> bool:
 
 
 def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
-    window = fields.nullable_integer("sliding_window", 2048)
-    sliding = [window is not None and not _is_full(index, num_layers) for index in range(num_layers)]
-    return read_windows(fields, window, sliding)
+    first = (num_layers - 1) % _PATTERN
+    return read_repeated_windows(fields, num_layers, _PATTERN, absent=2048, first_full=first)
 
 
 _DEFAULTS: Final = FamilyDefaults(

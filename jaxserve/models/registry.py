@@ -40,6 +40,9 @@ FAMILIES: Final[dict[str, str]] = {
     "ExaoneMoeForCausalLM": "jaxserve.models.exaone_moe",
     "FlexOlmoForCausalLM": "jaxserve.models.flex_olmo",
     "GPT2LMHeadModel": "jaxserve.models.gpt2",
+    "GPTBigCodeForCausalLM": "jaxserve.models.gpt2",
+    "GPTJForCausalLM": "jaxserve.models.gptj",
+    "GPTNeoForCausalLM": "jaxserve.models.gpt_neo",
     "GPTNeoXForCausalLM": "jaxserve.models.gpt_neox",
     "Gemma2ForCausalLM": "jaxserve.models.gemma2",
     "Gemma3ForCausalLM": "jaxserve.models.gemma3",
@@ -60,6 +63,7 @@ FAMILIES: Final[dict[str, str]] = {
     "HeliumForCausalLM": "jaxserve.models.helium",
     "HunYuanDenseV1ForCausalLM": "jaxserve.models.hunyuan",
     "HunYuanMoEV1ForCausalLM": "jaxserve.models.hunyuan_moe",
+    "HyperCLOVAXForCausalLM": "jaxserve.models.hyperclovax",
     "Jais2ForCausalLM": "jaxserve.models.nemotron",
     "LagunaForCausalLM": "jaxserve.models.laguna",
     "Llama4ForCausalLM": "jaxserve.models.llama4",
@@ -90,6 +94,7 @@ FAMILIES: Final[dict[str, str]] = {
     "SolarOpenForCausalLM": "jaxserve.models.solar_open",
     "StableLmForCausalLM": "jaxserve.models.stablelm",
     "Starcoder2ForCausalLM": "jaxserve.models.starcoder2",
+    "VaultGemmaForCausalLM": "jaxserve.models.vaultgemma",
     "YoutuForCausalLM": "jaxserve.models.youtu",
 }
 
@@ -212,7 +217,7 @@ def _of_language_model(fields: ConfigFields, architecture: str, inner: ConfigFie
     if kind not in half.families:
         fields.note("text_config.model_type", f"expected one of {', '.join(half.families)}, got {kind!r}")
     fields.raise_problems()
-    return inner.with_missing(half.defaults), half.families[kind]
+    return inner.with_missing(half.defaults_of(kind)), half.families[kind]
 
 
 def without_head(config: ModelConfig) -> ModelConfig:

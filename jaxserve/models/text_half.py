@@ -38,13 +38,17 @@ class TextHalf(NamedTuple):
 
     Attributes:
         families: Class of the language model by the ``model_type`` of ``text_config``; the first where that is missing.
-        others: Modules that are not the language model's, whose tensors are ignored.
+        others: Modules and tensors that are not the language model's, and are ignored.
         defaults: Values of the fields that ``text_config`` may leave out, as in the class of transformers.
     """
 
     families: Mapping[str, str]
     others: tuple[str, ...]
     defaults: Mapping[str, Any]
+
+    def defaults_of(self, kind: str) -> dict[str, Any]:
+        """Return the defaults for a ``model_type`` of ``text_config``."""
+        return {**_CLASSES.get(kind, {}), **self.defaults}
 
     def ignored(self, patterns: tuple[str, ...]) -> tuple[str, ...]:
         """Return regular expressions of the full names of tensors to ignore.
@@ -56,11 +60,27 @@ class TextHalf(NamedTuple):
             r"(model\.)?(language_model\.)?(model\.)?" + pattern.removeprefix(r"model\.").removeprefix(r"(model\.)?")
             for pattern in patterns
         )
-        return (*own, *(rf"(model\.)?{re.escape(module)}\..*" for module in self.others))
+        return (*own, *(rf"(model\.)?{re.escape(module)}(\..*)?" for module in self.others))
 
 
+_CLASSES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "llama": class_sizes(32000, 4096, 11008, 32, 32, 2048),
+    "mistral": class_sizes(32000, 4096, 14336, 32, 32, 131072),
+    "qwen2": class_sizes(151936, 4096, 22016, 32, 32, 32768),
+    "qwen3": class_sizes(151936, 4096, 22016, 32, 32, 32768),
+    "qwen3_moe": class_sizes(151936, 2048, 6144, 24, 32, 32768),
+}
+"""Values of the fields that classes of language models have by default, where their own checkpoints state them."""
 _GEMMA4_OTHERS: Final = ("vision_tower", "embed_vision", "audio_tower", "embed_audio", "vision_embedder")
 _VISION: Final = ("vision_tower", "multi_modal_projector")
+_LLAMA: Final = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+_QWEN: Final = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+_GLM4V: Final = {
+    **class_sizes(151552, 4096, 13696, 40, 32, 32768),
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 1.0,
+}
+_GLM4V_MOE: Final = {"vocab_size": 151424, "max_position_embeddings": 65536, "attention_bias": True}
 _QWEN2_VL: Final = {
     **class_sizes(152064, 8192, 29568, 80, 64, 32768),
     "num_key_value_heads": 8,
@@ -100,6 +120,10 @@ TEXT_HALVES: Final[Mapping[str, TextHalf]] = {
     "Gemma4UnifiedForConditionalGeneration": TextHalf(
         {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"}, _GEMMA4_OTHERS, {"tie_word_embeddings": True}
     ),
+    "Glm46VForConditionalGeneration": TextHalf({"glm4v_text": "Glm4ForCausalLM"}, ("visual",), _GLM4V),
+    "Glm4vForConditionalGeneration": TextHalf({"glm4v_text": "Glm4ForCausalLM"}, ("visual",), _GLM4V),
+    "Glm4vMoeForConditionalGeneration": TextHalf({"glm4v_moe_text": "Glm4MoeForCausalLM"}, ("visual",), _GLM4V_MOE),
+    "InternVLForConditionalGeneration": TextHalf(_QWEN | _LLAMA, _VISION, {}),
     **dict.fromkeys(
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
         TextHalf(
@@ -111,6 +135,9 @@ TEXT_HALVES: Final[Mapping[str, TextHalf]] = {
     "Llama4ForConditionalGeneration": TextHalf(
         {"llama4_text": "Llama4ForCausalLM"}, ("vision_model", "multi_modal_projector"), {}
     ),
+    "LlavaForConditionalGeneration": TextHalf(_LLAMA | _QWEN, _VISION, {}),
+    "LlavaNextForConditionalGeneration": TextHalf(_LLAMA | _QWEN, (*_VISION, "image_newline"), {}),
+    "LlavaOnevisionForConditionalGeneration": TextHalf(_QWEN | _LLAMA, (*_VISION, "image_newline"), {}),
     "Mistral3ForConditionalGeneration": TextHalf(
         {
             "mistral": "MistralForCausalLM",

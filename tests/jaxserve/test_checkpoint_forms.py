@@ -69,6 +69,9 @@ def check(model: AbstractModel, tensors: Listing) -> None:
 NAMES = {
     "GPT2LMHeadModel": ("transformer.", "wte.weight", "lm_head.weight"),
     "OPTForCausalLM": ("model.", "decoder.embed_tokens.weight", "lm_head.weight"),
+    "GPTBigCodeForCausalLM": ("transformer.", "wte.weight", "lm_head.weight"),
+    "GPTNeoForCausalLM": ("transformer.", "wte.weight", "lm_head.weight"),
+    "GPTJForCausalLM": ("transformer.", "wte.weight", "lm_head.weight"),
     "GPTNeoXForCausalLM": ("gpt_neox.", "embed_in.weight", "embed_out.weight"),
 }
 """Prefix, embedding and head of the families with names of their own."""

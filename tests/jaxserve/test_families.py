@@ -73,7 +73,7 @@ ROWS = {
         seed=1,
         fast=(),
     ),
-    "ministral": Row(family="Ministral", raw=LAYERS | {"num_key_value_heads": 2}, fast=()),
+    "ministral": Row(family="Ministral", raw=LAYERS | {"num_key_value_heads": 2}),
     "seed-oss": Row(family="SeedOss", raw={"attention_out_bias": True}),
     "glm4-moe": Row(
         family="Glm4Moe",
@@ -113,7 +113,6 @@ ROWS = {
     "laguna-element-gates": Row(
         family="Laguna",
         raw=LAYERS | QWEN_MOE | {"num_experts": 6, "gating": "per-element", "attention_bias": True},
-        fast=(),
         num_experts=6,
     ),
     "afmoe": Row(
@@ -156,7 +155,6 @@ ROWS = {
         raw={"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 1, "expert_selection_fn": "sigmoid"}
         | LAYERS
         | {"norm_topk_prob": False, "shared_expert_combination_strategy": "sum"},
-        fast=(),
         num_experts=6,
     ),
     "cohere": Row(
@@ -180,7 +178,7 @@ ROWS = {
     "helium": Row(family="Helium", raw={"hidden_size": 96, "attention_bias": True, "mlp_bias": True}),
     "youtu": Row(family="Youtu", raw={name: DEEPSEEK[name] for name in DEEPSEEK if "experts" not in name}, seed=1),
     "nemotron": Row(family="Nemotron", raw={"norm_eps": 1e-4} | rope("default", partial_rotary_factor=0.5)),
-    "jais2": Row(family="Jais2", raw={"layer_norm_eps": 1e-4}, fast=()),
+    "jais2": Row(family="Jais2", raw={"layer_norm_eps": 1e-4}),
     "phi": Row(
         family="Phi", raw={"hidden_size": 96, "layer_norm_eps": 1e-4} | rope("default", partial_rotary_factor=0.5)
     ),
@@ -188,15 +186,25 @@ ROWS = {
         family="StableLm",
         raw={"hidden_size": 96, "layer_norm_eps": 1e-4, "use_qkv_bias": True}
         | rope("default", partial_rotary_factor=0.5),
-        fast=(),
     ),
     "stablelm-parallel": Row(
         family="StableLm",
         raw={"hidden_size": 96, "layer_norm_eps": 1e-4, "use_parallel_residual": True}
         | rope("default", partial_rotary_factor=0.5),
-        fast=(),
     ),
     "opt": Row(family="OPT", raw={"ffn_dim": 52, "word_embed_proj_dim": 40, "tie_word_embeddings": True}),
+    "vaultgemma": Row(
+        family="VaultGemma",
+        raw={"tie_word_embeddings": True, "sliding_window": 9, "query_pre_attn_scalar": 20}
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0},
+    ),
+    "hyperclovax": Row(family="HyperCLOVAX", raw=GRANITE | {"logits_scaling": 2.0}),
+    "gpt-neo": Row(
+        family="GPTNeo",
+        raw={"tie_word_embeddings": True, "window_size": 9, "attention_types": [[["global"], 1], [["local"], 2]]},
+    ),
+    "gptj": Row(family="GPTJ", raw={"hidden_size": 96, "rotary_dim": 8}, fast=()),
+    "gpt-bigcode": Row(family="GPTBigCode", raw={"tie_word_embeddings": True}),
     "starcoder2": Row(family="Starcoder2", raw={"norm_epsilon": 1e-4, "sliding_window": 11}),
     "apertus": Row(family="Apertus", raw={"hidden_act": "xielu"}),
     "nanochat": Row(family="NanoChat", raw={"hidden_act": "relu2"}),
@@ -277,6 +285,21 @@ ROWS = {
 }
 
 
+SLOW = {
+    "arcee",
+    "cohere",
+    "cohere2-moe-sigmoid",
+    "cwm",
+    "dots1",
+    "exaone-moe",
+    "helium",
+    "jais2",
+    "laguna-element-gates",
+}
+SLOW |= {"mellum", "ministral", "olmoe", "stablelm", "stablelm-parallel", "vaultgemma", "youtu"}
+"""Rows whose layers others have already: all their tests are slow."""
+
+
 def make_hf(row: Row) -> Any:
     """Transformers' model with random weights, none of them neutral.
 
@@ -325,10 +348,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
     return make
 
 
+def slow(name: str, is_slow: bool = False) -> list[pytest.MarkDecorator]:
+    """The marks of a test of a row."""
+    return [pytest.mark.slow] if is_slow or name in SLOW else []
+
+
 def combinations() -> list[Any]:
     """Every row on its layouts; some of them slow."""
     return [
-        pytest.param(name, layout, marks=[] if layout in row.fast else [pytest.mark.slow], id=f"{name}-{layout}")
+        pytest.param(name, layout, marks=slow(name, layout not in row.fast), id=f"{name}-{layout}")
         for name, row in ROWS.items()
         for layout in LAYOUTS
         if layout in models.LAYOUTS or layout in row.expert_layouts
@@ -343,7 +371,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     models.test_greedy_tokens_equal_those_of_transformers(name, layout, checkpoint)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow(name)) for name in ROWS])
 def test_a_module_on_its_own_gives_the_logits_of_transformers(
     name: str, checkpoint: Callable[[str], Checkpoint]
 ) -> None:

@@ -45,6 +45,15 @@ PIXTRAL = {
     "patch_size": 4,
 }
 SIGLIP = {name: value for name, value in PIXTRAL.items() if name not in ("model_type", "head_dim")}
+INTERNVL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+GLM_ROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [1, 1, 0],
+    }
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
 GEMMA4 = {
     "num_hidden_layers": 4,
@@ -71,6 +80,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4",
         {"text_config": TEXT | GEMMA4, "vision_config": None, "audio_config": None},
     ),
+    "glm4v": (
+        "Glm4v",
+        {
+            "text_config": TEXT | {"head_dim": 8} | GLM_ROPE,
+            "vision_config": QWEN_VISION | {"out_hidden_size": 32},
+        },
+    ),
+    "glm4v-moe": (
+        "Glm4vMoe",
+        {
+            "text_config": TEXT
+            | GLM_ROPE
+            | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            "vision_config": QWEN_VISION | {"out_hidden_size": 32},
+        },
+    ),
+    "internvl": (
+        "InternVL",
+        {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": INTERNVL, "tie_word_embeddings": False},
+    ),
+    "llava-next": ("LlavaNext", {"text_config": TEXT | {"model_type": "llama"}, "vision_config": SIGLIP}),
     "qwen2-vl": (
         "Qwen2VL",
         {"text_config": TEXT | MROPE, "vision_config": QWEN_VISION | {"embed_dim": 16, "hidden_size": 32}},
@@ -102,6 +132,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"text_config": TEXT | {"model_type": "mistral"}, "vision_config": PIXTRAL, "tie_word_embeddings": False},
     ),
 }
+SLOW = ("exaone4.5", "glm4v", "glm4v-moe", "internvl")
+"""Cases that differ from others in names alone."""
 TOKENS = np.random.default_rng(3).integers(0, TEXT["vocab_size"], (1, 24))
 
 
@@ -135,7 +167,7 @@ def assert_logits(directory: Path, expected: np.ndarray) -> None:
     np.testing.assert_allclose(np.asarray(load_model(directory, "float32")(TOKENS)), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in CASES])
 def test_the_text_half_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     assert_logits(tmp_path, make(name, tmp_path))
 
