@@ -17,7 +17,7 @@ FIELDS: dict[str, Any] = {
     "hidden_size": 4096,
     "sliding_window": None,
 }
-ROTARY = [name for name in FAMILIES if name not in ("GPT2LMHeadModel", "Llama4ForCausalLM")]
+ROTARY = [name for name in FAMILIES if name != "GPT2LMHeadModel"]
 
 
 def problems(architecture: str, **fields: Any) -> list[str]:
