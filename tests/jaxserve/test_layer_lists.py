@@ -76,6 +76,12 @@ def test_lists_and_routers_of_some_families(architecture: str, fields: dict[str,
     assert problems(f"{architecture}ForCausalLM", **fields) == [expected]
 
 
+def test_words_that_published_files_have() -> None:
+    assert problems("Dots1ForCausalLM", scoring_func="noaux_tc") == []
+    assert problems("Glm4MoeLiteForCausalLM", scoring_func="sigmoid", topk_method="noaux_tc") == []
+    assert problems("MiniMaxM2ForCausalLM", scoring_func="sigmoid", attn_type_list=[1, 1], use_routing_bias=True) == []
+
+
 def test_layers_of_mamba_are_the_default_of_granite_hybrid() -> None:
     (found,) = problems("GraniteMoeHybridForCausalLM", layer_types=None)
     assert found.startswith("layer_types: expected attention in every layer, but it is missing")
