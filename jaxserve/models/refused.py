@@ -96,6 +96,7 @@ REFUSED: Final = (
     Refused(_DIFFUSION, _QWEN25, ("Dream", "SDAR")),
     Refused(_DIFFUSION, _GEMMA3, ("DiffusionGemma",)),
     Refused(_REMOTE, _GLM4, ("ChatGLM",)),
+    Refused(_REMOTE, "EXAONE 4 (Exaone4ForCausalLM)", ("Exaone",)),
     Refused(_REMOTE, "Hunyuan A13B (HunYuanMoEV1ForCausalLM)", ("HunYuan",)),
     Refused(_REMOTE, _QWEN25, ("QWen", "InternLM", "InternLM2", "InternLM3", "InternLM2VE", "Orion", "MiniCPM")),
     Refused(_REMOTE, _LLAMA2, ("Aquila", "Xverse", "Skywork", "DeciLM")),
