@@ -16,7 +16,7 @@ from jaxserve.api.sampling_params import BeamSearchParams, SamplingParams
 from jaxserve.device.build import EnginePlan
 from jaxserve.engine.beam_search import BeamSearch
 from jaxserve.engine.calls import Calls
-from jaxserve.parsers import MessageParser, ParsedMessage, chosen_reasoning, ends_in_line, starts_in_reasoning
+from jaxserve.parsers import MessageParser, ParsedMessage, ends_in_line, starts_in_reasoning
 from jaxserve.reshard.resharding import ReshardReport
 from jaxserve.running_model import RunningModel
 from jaxserve.text.chat_prompt import chat_prompts, read_template
@@ -186,8 +186,7 @@ class LLM(RunningModel):
         Raises:
             ConfigError: The engine has neither ``reasoning_parser`` nor ``tool_call_parser``.
         """
-        calls = self.config.tool_call_parser
-        reasoning = chosen_reasoning(self.config.reasoning_parser, calls)
+        reasoning, calls = self._started.parsers.reasoning, self._started.parsers.tools
         if reasoning is None and calls is None:
             raise ConfigError("parse_message needs an engine with reasoning_parser or tool_call_parser set")
         begun = None if reasoning is None else starts_in_reasoning(prompt, reasoning)

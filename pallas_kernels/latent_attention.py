@@ -75,6 +75,16 @@ class LatentAttention(Protocol):
         """Copy pages; see ``PagedAttention.copy_pages``."""
         ...
 
+    def read_pages(self, pools: Pools, pages: Int[Array, "*shape"], page_size: int) -> Float[Array, "*shape p H"]:
+        """Return all features of all tokens of pages, of which the first of the array is 0."""
+        ...
+
+    def read_tokens(
+        self, pools: Pools, pages: Int[Array, "*shape"], offsets: Int[Array, "*shape"], page_size: int
+    ) -> Float[Array, "*shape H"]:
+        """Return all features of one token of each page; see ``read_pages``."""
+        ...
+
     def attend(
         self,
         query: Float[Array, "T N H"],

@@ -71,6 +71,18 @@ class LatentKernels:
         (pool,) = pools
         return (copy_pool_pages(pool, sources, targets),)
 
+    def read_pages(self, pools: Pools, pages: Int[Array, "*shape"], page_size: int) -> Float[Array, "*shape p H"]:
+        """Return all features of all tokens of pages; see ``LatentAttention.read_pages``."""
+        del page_size
+        return jnp.take(pools[0], pages, axis=0, mode="clip")
+
+    def read_tokens(
+        self, pools: Pools, pages: Int[Array, "*shape"], offsets: Int[Array, "*shape"], page_size: int
+    ) -> Float[Array, "*shape H"]:
+        """Return all features of one token of each page; see ``LatentAttention.read_tokens``."""
+        del page_size
+        return pools[0].at[pages, offsets].get(mode="clip")
+
     def attend(
         self,
         query: Float[Array, "T N H"],

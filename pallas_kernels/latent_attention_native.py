@@ -73,6 +73,30 @@ def copy_pages(pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"
     return (call(pool, sources.astype(jnp.int32), targets.astype(jnp.int32)),)
 
 
+def read_pages(pools: Pools, pages: Int[Array, "*shape"], page_size: int) -> Float[Array, "*shape p H"]:
+    """Return all features of all tokens of pages; see ``LatentAttention.read_pages``."""
+    view = _view(pools, page_size)
+    found = jnp.take(view, pages, axis=0, mode="clip").swapaxes(-3, -2)
+    return found.reshape(*pages.shape, page_size, -1)
+
+
+def read_tokens(
+    pools: Pools, pages: Int[Array, "*shape"], offsets: Int[Array, "*shape"], page_size: int
+) -> Float[Array, "*shape H"]:
+    """Return all features of one token of each page; see ``LatentAttention.read_tokens``."""
+    view = _view(pools, page_size)
+    group = view.shape[3]
+    found = view.at[pages, offsets // group, :, offsets % group].get(mode="clip")
+    return found.reshape(*pages.shape, -1)
+
+
+def _view(pools: Pools, page_size: int) -> Float[Array, "P groups features G pair"]:
+    """Return the pool as it lies in memory: groups of tokens, of which each has its features, alone or in pairs."""
+    (pool,) = pools
+    pair, group = qkv_write_native.layout_of(pool, page_size)
+    return pool.reshape(len(pool), page_size // group, -1, group, pair)
+
+
 def attend(
     query: Float[Array, "T N H"],
     pools: Pools,

@@ -4,6 +4,7 @@ Latents are stored transposed inside a page, [P, H * p], like the keys of ``page
 its values are the first features of the keys.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention_parts import Part
@@ -49,6 +50,20 @@ def copy_pages(pools: Pools, sources: Int[Array, " C"], targets: Int[Array, " C"
     """Return the pool with pages copied; see ``PagedAttention.copy_pages``."""
     (pool,) = pools
     return (copy_pool_pages(pool, sources, targets),)
+
+
+def read_pages(pools: Pools, pages: Int[Array, "*shape"], page_size: int) -> Float[Array, "*shape p H"]:
+    """Return all features of all tokens of pages; see ``LatentAttention.read_pages``."""
+    found = jnp.take(pools[0], pages, axis=0, mode="clip")
+    return found.reshape(*pages.shape, -1, page_size).swapaxes(-1, -2)
+
+
+def read_tokens(
+    pools: Pools, pages: Int[Array, "*shape"], offsets: Int[Array, "*shape"], page_size: int
+) -> Float[Array, "*shape H"]:
+    """Return all features of one token of each page; see ``LatentAttention.read_tokens``."""
+    (pool,) = pools
+    return pool.reshape(len(pool), -1, page_size).at[pages, :, offsets].get(mode="clip")
 
 
 def attend(

@@ -27,7 +27,7 @@ def to_layout(pools: Pools) -> Pools:
     """Return pools whose keys and values both lie as [P, K, p, H] in the layout of the kernels."""
     keys, values = pools
     num_pages, num_kv_heads, page_size, head_dim = keys.shape
-    pair, group = _layout_of(keys, page_size)
+    pair, group = layout_of(keys, page_size)
     keys = keys.reshape(num_pages, num_kv_heads, page_size // group, group, head_dim // pair, pair)
     values = values.reshape(num_pages, num_kv_heads, page_size // pair, pair, head_dim)
     by_feature, by_pair = keys.swapaxes(3, 4), values.swapaxes(3, 4)
@@ -41,13 +41,13 @@ def from_layout(pools: Pools) -> Pools:
     """Return pools of the kernels' layout as [P, K, p, H]: the inverse of ``to_layout``."""
     keys, values = pools
     num_pages, num_kv_heads, page_size, head_dim = values.shape
-    pair, group = _layout_of(keys, page_size)
+    pair, group = layout_of(keys, page_size)
     keys = keys.reshape(num_pages, num_kv_heads, page_size // group, head_dim // pair, group, pair)
     values = values.reshape(num_pages, num_kv_heads, page_size // pair, head_dim, pair)
     return keys.swapaxes(3, 4).reshape(pools[1].shape), values.swapaxes(3, 4).reshape(pools[1].shape)
 
 
-def _layout_of(keys: Float[Array, "P K _ _"], page_size: int) -> tuple[int, int]:
+def layout_of(keys: Float[Array, "P ..."], page_size: int) -> tuple[int, int]:
     """Return the values per pair (1: no pairs), and the tokens per group of keys."""
     return 2 if keys.dtype == jnp.bfloat16 else 1, 8 if page_size % 16 else 16
 

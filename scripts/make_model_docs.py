@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from checkpoints.quantized.registry import DESCRIPTIONS, REFUSED
-from jaxserve.lab.models import TEXT_HALVES_NOTE, gguf_names
+from jaxserve.lab import models
 from jaxserve.text.gguf_splits import SPLITTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,17 +24,21 @@ def formats() -> str:
 
 def architectures() -> str:
     """Return the table of architectures."""
-    lines = ["| `architectures` in config.json | in GGUF files |", "|---|---|"]
-    lines += [f"| `{name}` | `{gguf}` |" for name, gguf in gguf_names().items()]
+    lines = ["| `architectures` in config.json | in GGUF files | tool calls | reasoning |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(map(_code, each)) + " |" for each in models.architectures()]
     about = f"{len(SPLITTINGS)} names of `tokenizer.ggml.pre` are known. `jaxserve models` prints both tables."
-    return "\n".join([*lines, "", *wrapped(f"{TEXT_HALVES_NOTE} {about}")])
+    return "\n".join([*lines, "", *wrapped(f"{models.TEXT_HALVES_NOTE} {models.PARSERS_NOTE} {about}")])
+
+
+def _code(names: str) -> str:
+    return "-" if names == "-" else ", ".join(f"`{name}`" for name in names.split(", "))
 
 
 def summary() -> str:
     """Return the lines of the front page."""
-    names = ", ".join(each.name for each in DESCRIPTIONS)
+    names, num_classes = ", ".join(each.name for each in DESCRIPTIONS), len(models.architectures())
     text = (
-        f"- **{len(gguf_names())} architectures** from safetensors, GGUF, `pytorch_model.bin` (read without torch or "
+        f"- **{num_classes} architectures** from safetensors, GGUF, `pytorch_model.bin` (read without torch or "
         f"pickle) and Orbax, quantized in {len(DESCRIPTIONS)} formats ({names}); remote code never runs."
     )
     return "\n".join(wrapped(text, "  "))

@@ -13,9 +13,10 @@ from jaxserve.api.metric_types import Gauge, Metric
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
+from jaxserve.parsers import ParserNames
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
-from jaxserve.server.frontend import Frontend, ParserNames
+from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.proto.jaxserve.v1 import admin_pb2, model_pb2
 from jaxserve.server.settings import ServerConfig
@@ -75,6 +76,7 @@ class FakeEngine(EngineClient):
         self.is_ready = True
         self.joins = False
         self.default_fields: dict[str, Any] = {}
+        self.parsers = ParserNames()
         self.calls: list[tuple[str, Any]] = []
 
     @property
@@ -87,7 +89,7 @@ class FakeEngine(EngineClient):
         """A small model."""
         if not self.is_ready:
             raise UnavailableError("the server is starting")
-        return EngineInfo(model=MODEL, default_fields=self.default_fields)
+        return EngineInfo(model=MODEL, default_fields=self.default_fields, parsers=self.parsers)
 
     async def generate(self, request: Request, *, is_waiting: bool = False) -> AsyncGenerator[RequestOutput, None]:
         """Deltas, or one output at the end."""
@@ -252,7 +254,8 @@ async def serving(parsers: ParserNames = ParserNames(), **settings: Any) -> Asyn
     """A server that is ready while the block runs."""
     config = ServerConfig(**{"port": -1, "grpc_port": 0, "admin_port": 0, **settings})
     engine, drains = FakeEngine(), list[float | None]()
-    frontend = Frontend(config, engine, "fake", parsers)
+    engine.parsers = parsers
+    frontend = Frontend(config, engine, "fake")
     server = GrpcServer(frontend, drains.append)
     await server.start()
     frontend.ledger.open(LIMIT)

@@ -33,7 +33,8 @@ def attention_sizes(model: ModelConfig, scope: Scope, page_size: int) -> list[di
     parts = scope.parallel.num_token_parts
     shared = {"token_parts": parts} if parts > 1 else {}
     specs = dict.fromkeys(
-        spec._replace(window=None, reads=None, in_chunks=False) for spec in outline(model, scope).kv_specs
+        spec._replace(window=None, reads=None, in_chunks=False, selects_as=None)
+        for spec in outline(model, scope).kv_specs
     )
     return [{"page_size": page_size // parts, **shared, **spec.sizes} for spec in specs]
 

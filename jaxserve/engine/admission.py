@@ -306,6 +306,7 @@ class Admission:
         markers, vocab_size = self.limits.reasoning, self.limits.vocab_size
         reasoning: Reasoning | None = None
         section: collections.abc.Sequence[int] = ()
+        text_of = None if self.tokenizer is None else self.tokenizer.pieces(skip_special_tokens=False).shown
         if markers is not None and self.tokenizer is not None and (grammar is not None or budget is not None):
             ending = (markers, self.tokenizer, prompt, request.chat is not None, request.last_message)
             reasoning = None if grammar is None else find_reasoning(*ending)
@@ -313,16 +314,17 @@ class Admission:
 
         def make() -> Constraint | None:
             parts: list[Constraint] = []
-            if markers is not None and budget is not None:
-                parts.append(ThinkingBudget(markers.start_ids, markers.end_ids, budget, section, vocab_size=vocab_size))
+            if markers is not None and budget is not None and text_of is not None:
+                tags = markers.texts
+                parts.append(ThinkingBudget(tags, markers.end_ids, budget, section, vocab_size, text_of))
             if longer:
                 parts.append(BadWords(longer, vocab_size=vocab_size))
             own = AllOf(parts) if len(parts) > 1 else parts[0] if parts else None
             if grammar is None:
                 return own
             constraint: Constraint = DeferredConstraint(grammar)
-            if reasoning is not None:
-                constraint = AfterReasoning(constraint, reasoning)
+            if reasoning is not None and text_of is not None:
+                constraint = AfterReasoning(constraint, reasoning, text_of)
             return constraint if own is None else AllOf([constraint, own])
 
         return [make() for _ in range(request.params.n)]

@@ -10,8 +10,10 @@ from jaxserve.api.errors import ConfigError, RequestError
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.build import EnginePlan
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.parsers import chosen_reasoning, reasoning_parser
+from jaxserve.models.registry import family_parsers
+from jaxserve.parsers import ParserNames, parser_names, reasoning_parser
 from jaxserve.structured_output.reasoning import ReasoningMarkers
+from jaxserve.text.chat_prompt import read_template
 from jaxserve.text.gguf_tokenizer import has_tokenizer, load_model_tokenizer
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.tokenizer_files import read_json
@@ -28,14 +30,26 @@ _TOKENIZER_FILES = (
 )
 
 
-def check_parsers(config: EngineConfig) -> None:
-    """Raise a ``ConfigError`` if ``reasoning_parser`` or ``tool_call_parser`` is unknown, or they do not match."""
-    chosen_reasoning(config.reasoning_parser, config.tool_call_parser)
+def chosen_parsers(config: EngineConfig, architecture: str, tokenizer: Tokenizer | None) -> ParserNames:
+    """Return the parsers of reasoning and tool calls, with ``auto`` replaced by the format of the model's family.
+
+    Args:
+        config: The settings.
+        architecture: Class of the language model.
+        tokenizer: The tokenizer, whose chat templates tell the formats of a family apart; None if there is none.
+
+    Raises:
+        ConfigError: A parser is unknown, the two do not match, or ``auto`` has none for the family.
+    """
+    given = ParserNames(config.reasoning_parser, config.tool_call_parser)
+    template = read_template(config.chat_template)
+    if template is None:
+        template = "" if tokenizer is None else "\n".join(tokenizer.chat_templates.values())
+    return parser_names(given, family_parsers(architecture), architecture, template)
 
 
-def reasoning_markers(config: EngineConfig, tokenizer: Tokenizer | None) -> ReasoningMarkers | None:
+def reasoning_markers(name: str | None, tokenizer: Tokenizer | None) -> ReasoningMarkers | None:
     """Return the tokens that delimit the model's reasoning; None without a reasoning parser or a tokenizer."""
-    name = chosen_reasoning(config.reasoning_parser, config.tool_call_parser)
     if name is None or tokenizer is None:
         return None
     parser = reasoning_parser(name)
@@ -76,6 +90,19 @@ def find_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
     else:
         has_one = any((directory / name).exists() for name in _TOKENIZER_FILES)
     return load_model_tokenizer(directory, config.tokenizer_mode) if has_one else None
+
+
+def check_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> None:
+    """Check that a model has every token of a tokenizer but added ones, of which it may lack some.
+
+    Raises:
+        ConfigError: It has fewer, so that they belong to different models.
+    """
+    if tokenizer is not None and tokenizer.num_ordinary_tokens > vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.num_ordinary_tokens} tokens, but the model has only {vocab_size} "
+            "(vocab_size in config.json): they belong to different models; pass the model's own with --tokenizer"
+        )
 
 
 def eos_token_ids(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> tuple[int, ...]:

@@ -26,7 +26,8 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.expert_load import ExpertLoad
 from jaxserve.engine.metrics import CompileCounter
 from jaxserve.engine.model_defaults import (
-    check_parsers,
+    check_vocabulary,
+    chosen_parsers,
     default_sampling_params,
     eos_token_ids,
     find_tokenizer,
@@ -37,6 +38,7 @@ from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.replica import Replica
 from jaxserve.layers.rope import has_length_regimes
 from jaxserve.models.loading import check_weights
+from jaxserve.parsers import AUTO, ParserNames
 from jaxserve.scheduling.drafts import make_proposer
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits
@@ -57,6 +59,7 @@ class StartedEngine:
     Attributes:
         engine: The engine.
         plan: The plan that it was started from.
+        parsers: The parsers of reasoning and tool calls.
         default_params: Sampling parameters of requests without any.
         ledger: Memory use of a device.
         load_s: Seconds spent loading weights.
@@ -66,6 +69,7 @@ class StartedEngine:
 
     engine: Engine
     plan: EnginePlan
+    parsers: ParserNames
     default_params: SamplingParams
     ledger: MemoryLedger
     load_s: float
@@ -102,10 +106,13 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     plan = plan_engine(config)
     default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
-    check_parsers(config)
+    check_vocabulary(tokenizer, plan.config.vocab_size)
+    parsers = chosen_parsers(config, plan.config.architecture, tokenizer)
     check_weights(plan.directory, plan.models[0].whole_model(), plan.load_format)
     use_compilation_cache(config.compilation_cache_dir, plan.models[0].mesh.devices.flat[0])
     log_choices(plan)
+    if AUTO in (config.tool_call_parser, config.reasoning_parser):
+        logger.info("tool_call_parser: %s, reasoning_parser: %s", parsers.tools, parsers.reasoning)
     resident_before = resident_bytes()
     runners, temporary_bytes, load_s, compile_s = _make_runners(plan)
     warm_up_s = warm_up_runners(runners) if config.warm_up else 0.0
@@ -114,7 +121,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     total_s = time.monotonic() - start
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
     logger.info("init engine took %.2f s (compilation: %.2f s, warm-up: %.2f s)", total_s, compile_s, warm_up_s)
-    return StartedEngine(engine, plan, default_params, ledger, load_s, compile_s, total_s)
+    return StartedEngine(engine, plan, parsers, default_params, ledger, load_s, compile_s, total_s)
 
 
 def assemble_engine(
@@ -150,6 +157,7 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
     """Return the admission for a planned engine."""
     model = plan.config
     eos_ids = eos_token_ids(config, plan, tokenizer)
+    parsers = chosen_parsers(config, model.architecture, tokenizer)
     key = f"{plan.directory.resolve()} {config.revision} {plan.models[0].policy}"
     limits = ModelLimits(
         max_model_len=plan.max_model_len,
@@ -159,7 +167,7 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
         has_priorities=config.scheduling_policy == "priority",
         shares_prefixes=config.enable_prefix_caching,
         arguments=plan.models[0].arguments,
-        reasoning=writable_markers(reasoning_markers(config, tokenizer), model.vocab_size),
+        reasoning=writable_markers(reasoning_markers(parsers.reasoning, tokenizer), model.vocab_size),
         rope=model.rope if has_length_regimes(model.rope) else None,
         model_key=key.encode(),
         generates=model.has_head,

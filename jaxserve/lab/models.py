@@ -1,11 +1,13 @@
-"""``jaxserve models``: the architectures that run, and the formats that their weights may have, from the registries."""
+"""``jaxserve models``: the architectures that run, the formats that their weights may have, and those of tool calls and
+reasoning, from the registries."""
 
 import argparse
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from checkpoints.quantized.gguf_architectures import ARCHITECTURES, GRANITE_SHARED, MIXTRAL
 from checkpoints.quantized.registry import DESCRIPTIONS, REFUSED
-from jaxserve.models.registry import supported_architectures
+from jaxserve.models.registry import family_parsers, supported_architectures
 
 _FILES = "safetensors, GGUF, pytorch_model.bin, Orbax"
 _OTHER_CLASSES: Mapping[str, str] = {
@@ -20,10 +22,37 @@ _OTHER_CLASSES: Mapping[str, str] = {
 TEXT_HALVES_NOTE = "Of the classes ForConditionalGeneration the language model runs; images and audio are not read."
 
 
-def gguf_names() -> dict[str, str]:
-    """Return the architecture of GGUF files for each name of ``architectures`` in config.json; "-" if there is none."""
+HEADINGS = ("in config.json", "in GGUF files", "tool calls", "reasoning")
+PARSERS_NOTE = (
+    "`--tool-call-parser auto` takes the first of the formats whose markers are in the chat template, otherwise the "
+    "last; `--reasoning-parser auto` takes a format only if its tags are there."
+)
+
+
+class Architecture(NamedTuple):
+    """What runs of an architecture; "-": nothing.
+
+    Attributes:
+        name: In ``architectures`` of config.json.
+        gguf: In GGUF files.
+        tools: Formats of tool calls.
+        reasoning: Formats of reasoning.
+    """
+
+    name: str
+    gguf: str
+    tools: str
+    reasoning: str
+
+
+def architectures() -> list[Architecture]:
+    """Return the architectures that run, in alphabetical order."""
     known = {each.hf_class: name for name, each in ARCHITECTURES.items()} | dict(_OTHER_CLASSES)
-    return {name: known.get(name, "-") for name in supported_architectures()}
+    made: list[Architecture] = []
+    for name in supported_architectures():
+        formats = (", ".join(names) or "-" for names in family_parsers(name))
+        made.append(Architecture(name, known.get(name, "-"), *formats))
+    return made
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,17 +60,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print both lists."""
+    """Print the lists."""
     print(text())
 
 
 def text() -> str:
-    """Return both lists as text."""
-    names = gguf_names()
-    width = max(map(len, names))
-    lines = ["Architectures, as config.json names them, and their name in GGUF files:"]
-    lines += [f"  {name:{width}}  {gguf}" for name, gguf in names.items()]
-    lines += [f"  ({TEXT_HALVES_NOTE})", "", f"Files: {_FILES}", "", "Quantized weights:"]
+    """Return the lists as text."""
+    rows = [HEADINGS, *architectures()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["Architectures:"]
+    lines += ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines += [TEXT_HALVES_NOTE, PARSERS_NOTE.replace("`", ""), "", f"Files: {_FILES}", "", "Quantized weights:"]
     for each in DESCRIPTIONS:
         lines += [
             f"  {each.name}: {each.variants.replace('`', '')}",

@@ -75,6 +75,7 @@ class AttentionInputs(NamedTuple):
         positions: Position of each token.
         rotations: Cosines and sines of each of the model's rotary embeddings.
         layer_input: What this layer adds for each token; None for nothing (Gemma 4's per-layer embeddings).
+        selected: Positions that an earlier layer's index selected for each token; None without an index.
     """
 
     batch: AttentionBatch
@@ -82,6 +83,7 @@ class AttentionInputs(NamedTuple):
     positions: Int[Array, " T"]
     rotations: tuple[Rotation, ...]
     layer_input: Float[Array, "rows P"] | None = None
+    selected: Int[Array, "T k"] | None = None
 
 
 class PositionScale(NamedTuple):

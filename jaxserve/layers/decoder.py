@@ -29,11 +29,21 @@ class LayerOutput(NamedTuple):
         x: The residual stream after this layer.
         pools: The layer's pools with the step's keys and values.
         expert_tokens: Tokens routed to each expert, if the layer has experts and counts them.
+        selected: Positions that each token attended to, if an index selects them; later layers may use them too.
     """
 
     x: Float[Array, "rows D"]
     pools: Pools
     expert_tokens: Int[Array, " E"] | None = None
+    selected: Int[Array, "T k"] | None = None
+
+
+class Attended(NamedTuple):
+    """Attention of a layer, and what it leaves for later steps and layers; see ``LayerOutput``."""
+
+    attended: Float[Array, "T N V"]
+    pools: Pools
+    selected: Int[Array, "T k"] | None = None
 
 
 class DecoderLayer(nnx.Module, ABC):
@@ -83,15 +93,23 @@ class DecoderLayer(nnx.Module, ABC):
     ) -> LayerOutput:
         """Run the layer."""
         num_tokens, tile = inputs.num_tokens, settings.row_tile
-        query, pools = self._written(x, pools, inputs, settings)
-        attended = self.attention.attend(self.attention.scaled(query, inputs), pools, inputs.batch, settings)
+        attended, pools, selected = self._attended(x, pools, inputs, settings)
         used = num_tokens if tile is None else None
         if not settings.counts_expert_tokens:
             after = partial(self.after_attention, num_rows=used)
-            return LayerOutput(map_rows(after, (x, attended), num_tokens, tile, len(attended)), pools)
+            return LayerOutput(map_rows(after, (x, attended), num_tokens, tile, len(attended)), pools, None, selected)
         after = partial(self.after_attention_with_experts, num_rows=used)
         x, experts = map_rows(after, (x, attended), num_tokens, tile, len(attended))
-        return LayerOutput(x, pools, None if experts is None else count_tokens(experts, num_tokens, self.num_experts))
+        counts = None if experts is None else count_tokens(experts, num_tokens, self.num_experts)
+        return LayerOutput(x, pools, counts, selected)
+
+    def _attended(
+        self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+    ) -> Attended:
+        """Return attention, and the layer's pools with the step's keys and values."""
+        query, pools = self._written(x, pools, inputs, settings)
+        query = self.attention.scaled(query, inputs)
+        return Attended(self.attention.attend(query, pools, inputs.batch, settings), pools)
 
     def _written(
         self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings

@@ -33,6 +33,7 @@ class KVSpec(NamedTuple):
         value_dim: For latents (MLA), the number of leading features that are the value; ``num_kv_heads`` is then 1, and
             every device stores the whole latent. None for keys and values of their own.
         reads: Index of the layer whose keys and values it reads, having none of its own; None for its own.
+        selects_as: Index of the layer whose selected tokens it uses, having no index of its own; None for all others.
         in_chunks: Whether a query sees the tokens of its own chunk of the context up to itself, and none before
             (Llama 4).
     """
@@ -45,6 +46,7 @@ class KVSpec(NamedTuple):
     value_dim: int | None = None
     reads: int | None = None
     in_chunks: bool = False
+    selects_as: int | None = None
 
     @property
     def operation(self) -> str:

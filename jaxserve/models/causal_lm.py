@@ -248,14 +248,15 @@ class CausalLM(nnx.Module):
             inputs: Inputs shared by the layers of each page table.
             settings: Settings fixed at compile time.
         """
-        written, expert_tokens = list(pools), []
+        written, expert_tokens, selected = list(pools), [], None
         for index in range(len(self.layers)):
             pool, table, first_page = settings.layer_indices[index] if settings.layer_indices else KVIndices(index, 0)
-            own = inputs[table]._replace(batch=inputs[table].batch._replace(first_page=jnp.int32(first_page)))
+            batch = inputs[table].batch._replace(first_page=jnp.int32(first_page))
+            own = inputs[table]._replace(batch=batch, selected=selected)
             if own.layer_input is not None:
                 own = own._replace(layer_input=own.layer_input[:, self.first_layer + index])
             layer = nnx.split(self.layers[index])
-            x, written[pool], counts = _run_layer(*layer, x, written[pool], own, settings)
+            x, written[pool], counts, selected = _run_layer(*layer, x, written[pool], own, settings)
             if counts is not None:
                 expert_tokens.append(counts)
         return HiddenStates(x, written, jnp.stack(expert_tokens) if expert_tokens else None)

@@ -102,14 +102,16 @@ def build_layer(
     mlp: GatedMLP | PlainMLP | SparseMLP | None = None,
     attention: Attention | None = None,
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    layer: type[PreNormLayer] = PreNormLayer,
 ) -> PreNormLayer:
     """Build a Llama layer; the options are those of ``GroupedQueryAttention``, ``GatedMLP`` and ``PreNormLayer``.
 
-    ``mlp`` replaces the dense MLP, ``attention`` the grouped-query attention, ``norms`` the modules of both norms.
+    ``mlp`` replaces the dense MLP, ``attention`` the grouped-query attention, ``norms`` the modules of both norms,
+    ``layer`` the class.
     """
     if attention is None:
         attention = build_attention(config, index, scope.at("self_attn"), qkv=qkv, qk_norm=qk_norm, scale=scale)
-    return PreNormLayer(
+    return layer(
         build_norm(config, scope.at(norms[0])),
         attention,
         build_norm(config, scope.at(norms[1])),

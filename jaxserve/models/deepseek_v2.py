@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from jaxserve.layers.attention import PositionScale
 from jaxserve.layers.decoder import PreNormLayer
@@ -11,6 +11,7 @@ from jaxserve.layers.model_config import RopeConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.rope import yarn_mscale
 from jaxserve.layers.routing import Routing
+from jaxserve.layers.sparse_latent_attention import IndexConfig, SparseLatentAttention, SparseLatentLayer
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_decoder, extra_layers
 from jaxserve.models.hf_config import ConfigFields
@@ -33,6 +34,8 @@ class DeepseekConfig(SparseConfig):
         attention_scale: Factor of query-key scores.
         is_interleaved: Whether neighbouring features rotate in pairs.
         position_scale: Factor of queries by their position; None for none.
+        index: The index of the tokens that layers attend to; None: they attend to all.
+        index_layers: For each layer, the layer whose index selects its tokens; empty without an index.
     """
 
     query_rank: int | None
@@ -42,6 +45,8 @@ class DeepseekConfig(SparseConfig):
     attention_scale: float
     is_interleaved: bool
     position_scale: PositionScale | None = None
+    index: IndexConfig | None = None
+    index_layers: tuple[int, ...] = ()
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DeepseekConfig:
@@ -101,8 +106,6 @@ def _read_routing(fields: ConfigFields) -> Routing:
     method = fields.text("topk_method", "greedy")
     if method not in _METHODS:
         fields.note("topk_method", f"expected {' or '.join(_METHODS)}, got {method!r}")
-    if fields.text("scoring_func", "softmax") != "softmax":
-        fields.note("scoring_func", f"expected softmax, got {fields.text('scoring_func', 'softmax')!r}")
     if fields.flag("norm_topk_prob", False):
         fields.note("norm_topk_prob", "expected false: the weights of this architecture's experts are not normalized")
     base = read_routing(fields, "n_routed_experts", 64, 6, is_normalized=False)
@@ -139,18 +142,25 @@ def build(config: DeepseekConfig, scope: Scope) -> CausalLM:
 
 
 def _build_layer(config: DeepseekConfig, index: int, scope: Scope) -> PreNormLayer:
-    attention = MultiHeadLatentAttention(
-        config.hidden_size,
-        config.num_heads,
-        query_rank=config.query_rank,
-        rank=config.rank,
-        plain_dim=config.plain_dim,
-        rotated_dim=config.head_dim,
-        value_dim=config.value_dim,
-        bias=config.qkv_bias,
-        is_interleaved=config.is_interleaved,
-        scale=config.attention_scale,
-        position_scale=config.position_scale,
-        scope=scope.at("self_attn"),
+    sizes = (config.hidden_size, config.num_heads)
+    options: dict[str, Any] = {
+        "query_rank": config.query_rank,
+        "rank": config.rank,
+        "plain_dim": config.plain_dim,
+        "rotated_dim": config.head_dim,
+        "value_dim": config.value_dim,
+        "bias": config.qkv_bias,
+        "is_interleaved": config.is_interleaved,
+        "scale": config.attention_scale,
+        "position_scale": config.position_scale,
+        "scope": scope.at("self_attn"),
+    }
+    if config.index is None:
+        attention = MultiHeadLatentAttention(*sizes, **options)
+        return build_sparse_layer(config, index, scope, shared="shared_experts", attention=attention)
+    selects_as = config.index_layers[index]
+    attention = SparseLatentAttention(
+        *sizes, index=config.index, selects_as=None if selects_as == index else selects_as, **options
     )
-    return build_sparse_layer(config, index, scope, shared="shared_experts", attention=attention)
+    layer = SparseLatentLayer
+    return build_sparse_layer(config, index, scope, shared="shared_experts", attention=attention, layer=layer)

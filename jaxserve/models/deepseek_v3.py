@@ -14,7 +14,6 @@ from jaxserve.models.hf_decoder import FamilyDefaults
 from jaxserve.models.sparse_decoder import read_routing
 
 _DEFAULTS: Final = FamilyDefaults(head_dim=64, bos_token_id=0, eos_token_ids=(1,), attention_bias=False)
-_NEUTRAL: Final = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DeepseekConfig:
@@ -42,14 +41,13 @@ def read_corrected_routing(
         scale: ``routed_scaling_factor``.
         groups: ``n_group`` and ``topk_group``.
     """
-    for field, expected in _NEUTRAL.items():
-        if fields.text(field, expected) != expected:
-            fields.note(field, f"expected {expected}, got {fields.text(field, expected)!r}")
+    method = fields.text("topk_method", "noaux_tc")
+    if method != "noaux_tc":
+        fields.note("topk_method", f"expected noaux_tc, got {method!r}")
     normalized = fields.flag("norm_topk_prob", True)
-    base = read_routing(fields, "n_routed_experts", experts, per_token, is_normalized=normalized)
+    base = read_routing(fields, "n_routed_experts", experts, per_token, is_normalized=normalized, scoring="sigmoid")
     routing = dataclasses.replace(
         base,
-        scoring="sigmoid",
         experts_per_group_score=2,
         scale=fields.number("routed_scaling_factor", scale),
         is_corrected=True,

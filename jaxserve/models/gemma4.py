@@ -32,6 +32,7 @@ from pallas_kernels.linear import ACTIVATIONS
 
 _PATTERN: Final = 6
 _NAMES: Final = ExpertNames(router="router.proj")
+_OF_LAYER: Final = ("head_dim", "num_key_value_heads")
 
 
 def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
@@ -133,6 +134,8 @@ def _read_heads(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Read H and K of each layer: from ``per_layer_config``, or from two fields for all layers without a window."""
     given = fields.nested("per_layer_config") if fields.is_given("per_layer_config") else None
+    if given is not None:
+        _check_layer_fields(given, base.num_layers)
     sizes, heads = list[int](), list[int]()
     for index, window in enumerate(base.sliding_windows):
         size, count = base.head_dim, base.num_kv_heads
@@ -148,6 +151,16 @@ def _read_heads(
     if wrong:
         fields.note("num_global_key_value_heads", f"expected a divisor of {base.num_heads} query heads, got {wrong[0]}")
     return tuple(sizes), tuple(heads)
+
+
+def _check_layer_fields(given: ConfigFields, num_layers: int) -> None:
+    """Record what ``per_layer_config`` says of layers that do not exist, or of fields that layers share."""
+    layers = {str(index) for index in range(num_layers)}
+    for name in given.raw:
+        if name not in layers:
+            given.note(name, f"expected the index of a layer, 0 to {num_layers - 1}")
+        for field in given.nested(name).raw.keys() - _OF_LAYER:
+            given.nested(name).note(field, f"expected only {' and '.join(_OF_LAYER)} to differ by layer")
 
 
 def _read_sharing(fields: ConfigFields, windows: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -313,7 +326,7 @@ def _build_experts(config: Gemma4Config, scope: Scope) -> SparseMLP:
         config.routing,
         scope=scope,
         names=_NAMES,
-        activation=ActivationGLU("gelu_pytorch_tanh"),
+        activation=ActivationGLU(config.activation),
         router_norm=RMSNorm(config.hidden_size, eps=config.norm_eps, scope=scope.at("router"), tensor="scale"),
         router_scale=config.hidden_size**-0.5,
         expert_scales="router.per_expert_scale",

@@ -12,7 +12,7 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_layer
 from jaxserve.models.granite_moe import GraniteMoeConfig
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import class_sizes
+from jaxserve.models.hf_decoder import class_sizes, read_layer_list
 from jaxserve.models.sparse_decoder import read_routing
 
 _SIZES: Final = class_sizes(32000, 4096, 11008, 32, 32, 2048)
@@ -46,16 +46,11 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> GraniteMoeConfig:
 
 def _with_known_layers(fields: ConfigFields) -> ConfigFields:
     """Return the fields without the types of layers, of which all must be attention."""
-    types = fields.items("layer_types") or fields.items("layers_block_type")
-    if types is None:
-        fields.note(
-            "layer_types", "expected attention for every layer; layers of Mamba, the default, are not supported"
-        )
-    elif not {*types} <= {"attention", "full_attention"}:
-        unknown = sorted({str(each) for each in types} - {"attention", "full_attention"})
-        fields.note("layer_types", f"expected attention for every layer, got {', '.join(unknown)}")
-    elif len(types) != fields.integer("num_hidden_layers"):
-        fields.note("layer_types", f"expected one entry for each layer, got {len(types)}")
+    field = "layer_types" if fields.is_given("layer_types") else "layers_block_type"
+    if fields.is_given(field):
+        read_layer_list(fields, field, fields.integer("num_hidden_layers"), ("attention", "full_attention"))
+    else:
+        fields.note("layer_types", "expected attention in every layer, but it is missing, which means layers of Mamba")
     return fields.replaced({"layer_types": None})
 
 

@@ -73,8 +73,10 @@ class ConfigFields:
             raise ConfigError("\n  ".join([f"{self.path} cannot be used:", *self._problems]))
 
     def note(self, field: str, problem: str) -> None:
-        """Record a problem of a field."""
-        self._problems.append(f"{self._prefix}{field}: {problem}")
+        """Record a problem of a field, once."""
+        text = f"{self._prefix}{field}: {problem}"
+        if text not in self._problems:
+            self._problems.append(text)
 
     def is_given(self, field: str) -> bool:
         """Return whether the field is there and not null."""

@@ -205,19 +205,43 @@ def read_one_window(fields: ConfigFields, num_layers: int, absent: int | None = 
     return same_windows(fields, num_layers, fields.nullable_integer("sliding_window", absent))
 
 
+def read_layer_list(
+    fields: ConfigFields, field: str, num_layers: int, kinds: Sequence[str | int]
+) -> tuple[object, ...] | None:
+    """Return the list with one entry for each layer; None if config.json has no such list or an invalid one.
+
+    Args:
+        fields: Fields of config.json.
+        field: Name of the list.
+        num_layers: Number of layers.
+        kinds: The entries that it may have.
+    """
+    entries = fields.items(field)
+    if entries is None:
+        return None
+    unknown = sorted({str(each) for each in entries if each not in kinds})
+    if unknown:
+        fields.note(field, f"expected {' or '.join(map(str, kinds))}, got {', '.join(unknown)}")
+    if len(entries) != num_layers:
+        fields.note(field, f"expected {num_layers} entries, one per layer, got {len(entries)}")
+    return None if unknown or len(entries) != num_layers else entries
+
+
+def read_layer_indices(fields: ConfigFields, field: str, num_layers: int) -> tuple[bool, ...] | None:
+    """Return for each layer whether a list names its index; None if config.json has no such list."""
+    indices = fields.items(field)
+    if indices is None:
+        return None
+    outside = [str(each) for each in indices if each not in range(num_layers)]
+    if outside:
+        fields.note(field, f"expected indices of layers, 0 to {num_layers - 1}, got {', '.join(outside)}")
+    return tuple(index in indices for index in range(num_layers))
+
+
 def _read_layer_types(fields: ConfigFields, num_layers: int) -> tuple[bool, ...] | None:
     """Return for each layer whether it slides; None if config.json has no such list or an invalid one."""
-    types = fields.items("layer_types")
-    if types is None:
-        return None
-    unknown = sorted({str(each) for each in types} - {"full_attention", "sliding_attention"})
-    if unknown:
-        fields.note("layer_types", f"expected full_attention or sliding_attention, got {', '.join(unknown)}")
-        return None
-    if len(types) != num_layers:
-        fields.note("layer_types", f"expected {num_layers} entries, one per layer, got {len(types)}")
-        return None
-    return tuple(each == "sliding_attention" for each in types)
+    types = read_layer_list(fields, "layer_types", num_layers, ("full_attention", "sliding_attention"))
+    return None if types is None else tuple(each == "sliding_attention" for each in types)
 
 
 def _read_head_dim(fields: ConfigFields, hidden_size: int, num_heads: int, defaults: FamilyDefaults) -> int:

@@ -17,14 +17,16 @@ _NAMES: Final = ExpertNames(router="gate.wg")
 def config_from_hf(fields: ConfigFields, architecture: str) -> SparseConfig:
     """Read a config of HunYuanMoEV1ForCausalLM: ``num_experts`` and ``moe_topk`` may be lists of one number for each
     layer, which must be equal."""
-    fields = fields.with_aliases({"moe_topk": "num_experts_per_tok"})
-    for field in ("num_experts", "num_experts_per_tok"):
+    base = hunyuan.config_from_hf(fields, architecture)
+    for field in ("num_experts", "moe_topk"):
         values = fields.raw.get(field)
         if isinstance(values, list) and values:
             if any(value != values[0] for value in values):
-                fields.note(field, f"expected the same number for every layer, got {sorted(map(str, {*values}))}")
+                fields.note(field, f"expected the same number for every layer, got {', '.join(map(str, values))}")
+            if len(values) != base.num_layers:
+                fields.note(field, f"expected {base.num_layers} entries, one per layer, got {len(values)}")
             fields = fields.replaced({field: values[0]})
-    base = hunyuan.config_from_hf(fields, architecture)
+    fields = fields.with_aliases({"moe_topk": "num_experts_per_tok"})
     return SparseConfig(
         **vars(base),
         routing=read_routing(fields, "num_experts", 1, 1, is_normalized=True),

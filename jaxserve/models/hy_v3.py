@@ -36,13 +36,11 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> SparseConfig:
     """Read a config of HYV3ForCausalLM: ``mlp_layer_types`` says which layers are dense, by default the first."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     count = "num_local_experts" if fields.is_given("num_local_experts") else "num_experts"
-    routing = read_routing(fields, count, 192, 8, is_normalized=True)
+    routing = read_routing(fields, count, 192, 8, is_normalized=True, scoring="sigmoid")
     expert_ffn_size = fields.integer("moe_intermediate_size", 1536)
     return SparseConfig(
         **vars(base),
-        routing=dataclasses.replace(
-            routing, scoring="sigmoid", is_corrected=True, scale=fields.number("router_scaling_factor", 2.826)
-        ),
+        routing=dataclasses.replace(routing, is_corrected=True, scale=fields.number("router_scaling_factor", 2.826)),
         expert_ffn_size=expert_ffn_size,
         shared_ffn_size=expert_ffn_size * fields.integer("num_shared_experts", 1, minimum=0),
         sparse_layers=read_listed_sparse_layers(fields, base.num_layers),

@@ -5,7 +5,7 @@ Layers that rotate attend within chunks of ``attention_chunk_size`` tokens, the 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from jaxserve.layers.attention import PositionScale
 from jaxserve.layers.decoder import PreNormLayer
@@ -15,7 +15,7 @@ from jaxserve.layers.sparse_mlp import ExpertNames, SharedExpert, SparseMLP
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_attention, build_decoder, build_layer
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder
+from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder, read_layer_indices
 from jaxserve.models.hf_rope import RopeDefaults
 from jaxserve.models.smollm3 import read_rope_layers
 from jaxserve.models.sparse_decoder import SparseConfig, read_routing
@@ -55,7 +55,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> Llama4Config:
     base = read_decoder(fields.replaced({"layer_types": None}), architecture, _DEFAULTS)
     is_tuned = fields.flag("attn_temperature_tuning", True)
     scale = PositionScale(fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192), offset=1)
-    routing = read_routing(fields, "num_local_experts", 16, 1, is_normalized=False)
+    routing = read_routing(fields, "num_local_experts", 16, 1, is_normalized=False, scoring="sigmoid")
     rotates = read_rope_layers(fields, base.num_layers)
     return Llama4Config(
         **{
@@ -63,7 +63,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> Llama4Config:
             "ffn_size": fields.integer("intermediate_size_mlp", 16384),
             "rope_layers": rotates,
         },
-        routing=dataclasses.replace(routing, scoring="sigmoid", weighs_inputs=True),
+        routing=dataclasses.replace(routing, weighs_inputs=True),
         expert_ffn_size=base.ffn_size,
         shared_ffn_size=base.ffn_size,
         sparse_layers=_read_sparse_layers(fields, base.num_layers),
@@ -83,9 +83,9 @@ def _read_chunks(fields: ConfigFields, rotates: Sequence[bool]) -> tuple[int | N
 
 def _read_sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Return which layers have experts: those of ``moe_layers``, or every ``interleave_moe_layer_step``-th."""
-    listed: Sequence[Any] | None = fields.items("moe_layers")
     step = fields.integer("interleave_moe_layer_step", 1)
-    return tuple((layer + 1) % step == 0 if listed is None else layer in listed for layer in range(num_layers))
+    every = tuple((layer + 1) % step == 0 for layer in range(num_layers))
+    return read_layer_indices(fields, "moe_layers", num_layers) or every
 
 
 def build(config: Llama4Config, scope: Scope) -> CausalLM:

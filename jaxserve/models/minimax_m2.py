@@ -9,7 +9,7 @@ from jaxserve.layers.sparse_mlp import ExpertNames
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_decoder, extra_layers
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder
+from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder, read_layer_list
 from jaxserve.models.hf_rope import RopeDefaults
 from jaxserve.models.sparse_decoder import SparseConfig, build_sparse_layer, read_routing
 
@@ -30,11 +30,12 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> SparseConfig:
         share = fields.integer("rotary_dim") / fields.integer("head_dim", _DEFAULTS.head_dim)
         fields = fields.with_defaults({"partial_rotary_factor": share})
     base = read_decoder(fields, architecture, _DEFAULTS)
-    routing = read_routing(fields, "num_local_experts", 256, 8, is_normalized=True)
+    routing = read_routing(fields, "num_local_experts", 256, 8, is_normalized=True, scoring="sigmoid")
+    read_layer_list(fields, "attn_type_list", base.num_layers, (1,))  # 0: linear attention, of MiniMax-01
     modules = fields.integer("num_mtp_modules", 0, minimum=0)
     return SparseConfig(
         **vars(base),
-        routing=dataclasses.replace(routing, scoring="sigmoid", is_corrected=True),
+        routing=dataclasses.replace(routing, is_corrected=True),
         expert_ffn_size=base.ffn_size,
         sparse_layers=(True,) * base.num_layers,
         num_extra_layers=modules * fields.integer("mtp_transformer_layers", 1),

@@ -46,13 +46,13 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> PhiMoeConfig:
         factors = {name: scaling.number(name) for name in ("short_mscale", "long_mscale")}
         rope = dataclasses.replace(base.rope, long_factor=base.rope.short_factor, **factors)
         base = dataclasses.replace(base, rope=rope)
-    routing = read_routing(fields, "num_local_experts", 16, 2, is_normalized=False)
+    routing = read_routing(fields, "num_local_experts", 16, 2, is_normalized=False, scoring="sparsemixer")
     if routing.experts_per_token != 2:
         fields.note("num_experts_per_tok", f"expected 2, got {routing.experts_per_token}")
     jitter = fields.number("router_jitter_noise", 0.01, is_zero_allowed=True)
     return PhiMoeConfig(
         **vars(base),
-        routing=dataclasses.replace(routing, scoring="sparsemixer", jitter=jitter),
+        routing=dataclasses.replace(routing, jitter=jitter),
         expert_ffn_size=base.ffn_size,
         sparse_layers=(True,) * base.num_layers,
         head_bias=fields.flag("lm_head_bias", False),

@@ -6,6 +6,7 @@ same architecture, for embeddings alone. Of a multimodal class, the language mod
 """
 
 import dataclasses
+import difflib
 import importlib
 from collections.abc import Mapping
 from typing import Any, Final, Protocol, cast, runtime_checkable
@@ -15,7 +16,9 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.hf_config import ConfigFields, check_quantization
+from jaxserve.models.refused import other_class, refusal
 from jaxserve.models.text_half import PREFIXES, TEXT_HALVES, text_fields
+from jaxserve.parsers import FamilyParsers
 
 FAMILIES: Final[dict[str, str]] = {
     "AfmoeForCausalLM": "jaxserve.models.afmoe",
@@ -28,6 +31,7 @@ FAMILIES: Final[dict[str, str]] = {
     "CohereForCausalLM": "jaxserve.models.cohere2",
     "CwmForCausalLM": "jaxserve.models.cwm",
     "DeepseekV2ForCausalLM": "jaxserve.models.deepseek_v2",
+    "DeepseekV32ForCausalLM": "jaxserve.models.deepseek_v32",
     "DeepseekV3ForCausalLM": "jaxserve.models.deepseek_v3",
     "Dots1ForCausalLM": "jaxserve.models.dots1",
     "Ernie4_5ForCausalLM": "jaxserve.models.ernie4_5",
@@ -48,6 +52,7 @@ FAMILIES: Final[dict[str, str]] = {
     "Glm4ForCausalLM": "jaxserve.models.glm4",
     "Glm4MoeForCausalLM": "jaxserve.models.glm4_moe",
     "Glm4MoeLiteForCausalLM": "jaxserve.models.glm4_moe_lite",
+    "GlmMoeDsaForCausalLM": "jaxserve.models.deepseek_v32",
     "GlmForCausalLM": "jaxserve.models.glm",
     "GptOssForCausalLM": "jaxserve.models.gpt_oss",
     "GraniteForCausalLM": "jaxserve.models.granite",
@@ -93,6 +98,50 @@ FAMILIES: Final[dict[str, str]] = {
     "YoutuForCausalLM": "jaxserve.models.youtu",
 }
 
+PARSERS: Final[Mapping[str, FamilyParsers]] = {
+    "AfmoeForCausalLM": FamilyParsers(("hermes",), ("deepseek_r1",)),
+    "ApertusForCausalLM": FamilyParsers(("apertus",)),
+    "Cohere2ForCausalLM": FamilyParsers(("cohere_command3",), ("cohere_command3",)),
+    "Cohere2MoeForCausalLM": FamilyParsers(("cohere_command4",), ("cohere_command4",)),
+    "DeepseekV2ForCausalLM": FamilyParsers(("deepseek_v3",)),
+    "DeepseekV3ForCausalLM": FamilyParsers(("kimi_k2", "deepseek_v3"), ("deepseek_v3",)),
+    "Ernie4_5ForCausalLM": FamilyParsers(("ernie45",), ("ernie45",)),
+    "Ernie4_5_MoeForCausalLM": FamilyParsers(("ernie45",), ("ernie45",)),
+    "Exaone4ForCausalLM": FamilyParsers(("hermes",), ("qwen3",)),
+    "ExaoneMoeForCausalLM": FamilyParsers(("hermes",), ("qwen3",)),
+    "Gemma3ForCausalLM": FamilyParsers(("pythonic",)),
+    "Gemma4ForCausalLM": FamilyParsers(("gemma4",), ("gemma4",)),
+    "Gemma4UnifiedForCausalLM": FamilyParsers(("gemma4",), ("gemma4",)),
+    "Glm4MoeForCausalLM": FamilyParsers(("glm45",), ("glm45",)),
+    "Glm4MoeLiteForCausalLM": FamilyParsers(("glm47",), ("glm47",)),
+    "GptOssForCausalLM": FamilyParsers(("openai",), ("openai_gptoss",)),
+    "GraniteForCausalLM": FamilyParsers(("granite",), ("granite",)),
+    "GraniteMoeForCausalLM": FamilyParsers(("granite",)),
+    "GraniteMoeHybridForCausalLM": FamilyParsers(("granite4",)),
+    "GraniteMoeSharedForCausalLM": FamilyParsers(("granite4",)),
+    "HYV3ForCausalLM": FamilyParsers(("hy_v3",), ("hy_v3",)),
+    "HunYuanDenseV1ForCausalLM": FamilyParsers(("hunyuan_a13b",), ("hunyuan_a13b",)),
+    "HunYuanMoEV1ForCausalLM": FamilyParsers(("hunyuan_a13b",), ("hunyuan_a13b",)),
+    "LagunaForCausalLM": FamilyParsers(("poolside_v1",), ("poolside_v1",)),
+    "Llama4ForCausalLM": FamilyParsers(("llama4_pythonic",)),
+    "LlamaForCausalLM": FamilyParsers(("deepseek_v3", "hermes", "llama3_json"), ("qwen3",)),
+    "MiniMaxM2ForCausalLM": FamilyParsers(("minimax_m2",), ("minimax_m2",)),
+    "Ministral3ForCausalLM": FamilyParsers(("mistral",), ("mistral",)),
+    "MinistralForCausalLM": FamilyParsers(("mistral",), ("mistral",)),
+    "Mistral4ForCausalLM": FamilyParsers(("mistral",), ("mistral",)),
+    "MistralForCausalLM": FamilyParsers(("hermes", "mistral"), ("mistral",)),
+    "MixtralForCausalLM": FamilyParsers(("hermes", "mistral")),
+    "Olmo3ForCausalLM": FamilyParsers(("olmo3",), ("olmo3",)),
+    "Phi3ForCausalLM": FamilyParsers(("phi4_mini_json",), ("qwen3",)),
+    "Qwen2ForCausalLM": FamilyParsers(("deepseek_v3", "hermes"), ("qwen3",)),
+    "Qwen2MoeForCausalLM": FamilyParsers(("hermes",)),
+    "Qwen3ForCausalLM": FamilyParsers(("deepseek_v3", "qwen3"), ("qwen3",)),
+    "Qwen3MoeForCausalLM": FamilyParsers(("qwen3",), ("qwen3",)),
+    "SeedOssForCausalLM": FamilyParsers(("seed_oss",), ("seed_oss",)),
+    "SmolLM3ForCausalLM": FamilyParsers(("hermes",), ("qwen3",)),
+}
+"""Formats of tool calls and reasoning, which ``auto`` chooses from; families that are not here have no known one."""
+
 
 @runtime_checkable
 class Family(Protocol):
@@ -111,6 +160,13 @@ class Family(Protocol):
 def supported_architectures() -> tuple[str, ...]:
     """Return the supported names of ``architectures`` in config.json, in alphabetical order."""
     return tuple(sorted((*FAMILIES, *TEXT_HALVES)))
+
+
+def family_parsers(architecture: str) -> FamilyParsers:
+    """Return the formats of tool calls and reasoning of an architecture; those of a multimodal one are its language
+    model's."""
+    half = TEXT_HALVES.get(architecture)
+    return PARSERS.get(architecture if half is None else next(iter(half.families.values())), FamilyParsers())
 
 
 def config_from_hf(raw: Mapping[str, Any], path: str) -> ModelConfig:
@@ -208,15 +264,34 @@ def _architecture(fields: ConfigFields) -> str:
         for known in (name, *_with_head(str(name), is_multimodal="text_config" in fields.raw)):
             if known in FAMILIES or known in TEXT_HALVES:
                 return str(known)
-    raise UnsupportedModelError(f"{fields.path}: {_unsupported(', '.join(map(str, names)))}")
+    raise UnsupportedModelError(
+        f"{fields.path}: {_unsupported(*map(str, names), has_code=fields.is_given('auto_map'))}"
+    )
 
 
 def _with_head(architecture: str, *, is_multimodal: bool) -> tuple[str, ...]:
     """Return the classes with a head that a class without one may belong to: LlamaForCausalLM for LlamaModel."""
     stem = architecture.removesuffix("Model").removesuffix("Text")
     causal = {"GPT2": "GPT2LMHeadModel"}.get(stem, f"{stem}ForCausalLM")
-    return (f"{stem}ForConditionalGeneration", causal) if is_multimodal else (causal,)
+    whole = f"{stem}ForConditionalGeneration"
+    return (whole, causal) if is_multimodal else (causal, whole)
 
 
-def _unsupported(architecture: str) -> str:
-    return f"architecture {architecture} is not supported; supported: {', '.join(supported_architectures())}"
+def _unsupported(*architectures: str, has_code: bool = False) -> str:
+    """Say that no class runs: why, and the nearest that does; the whole list where the reason is not known.
+
+    Args:
+        architectures: The names in config.json.
+        has_code: Whether the checkpoint has code of its own for them.
+    """
+    known, start = supported_architectures(), f"architecture {', '.join(architectures)} is not supported; supported:"
+    for name in architectures:
+        refused, other = refusal(name), other_class(name, known)
+        if refused is not None:
+            return f"{start} {refused.nearest}, which is the nearest; {name} {refused.reason}"
+        if other is not None:
+            return f"{start} {other}, the same model with an output head for tokens"
+    close = difflib.get_close_matches(architectures[0], known, n=1, cutoff=0.85)
+    question = f"; did you mean {close[0]}?" if close else ""
+    code = "; code in the checkpoint (auto_map) is never run" if has_code else ""
+    return f"{start} {', '.join(known)}{code}{question}"

@@ -7,7 +7,7 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_decoder
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_windows
+from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_layer_list, read_windows
 from jaxserve.models.hf_rope import RopeDefaults
 
 _DEFAULTS: Final = FamilyDefaults(
@@ -37,14 +37,11 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
 
 def read_rope_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it applies RoPE: as listed, or all but every ``no_rope_layer_interval``-th."""
-    flags = fields.items("no_rope_layers")
-    if flags is None:
-        interval = fields.integer("no_rope_layer_interval", 4)
-        return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
-    if len(flags) < num_layers or any(flag not in (0, 1) for flag in flags):
-        fields.note("no_rope_layers", f"expected a 0 or 1 for each of {num_layers} layers, got {len(flags)} entries")
-        return (True,) * num_layers
-    return tuple(bool(flag) for flag in flags[:num_layers])
+    flags = read_layer_list(fields, "no_rope_layers", num_layers, (0, 1))
+    if flags is not None:
+        return tuple(flag == 1 for flag in flags)
+    interval = fields.integer("no_rope_layer_interval", 4)
+    return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:

@@ -1,16 +1,16 @@
 """The decoder with a mixture of experts in some or all layers; a family's own file has its differences."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.layers.decoder import PreNormLayer
 from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.parallel import Scope
-from jaxserve.layers.routing import Routing
+from jaxserve.layers.routing import Routing, Scoring
 from jaxserve.layers.sparse_mlp import DEFAULT_NAMES, ExpertNames, SharedExpert, SparseMLP, replicated_linear
 from jaxserve.models.decoder import DecoderConfig, build_layer
 from jaxserve.models.hf_config import ConfigFields
+from jaxserve.models.hf_decoder import read_layer_indices, read_layer_list
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,16 @@ class SparseConfig(DecoderConfig):
         return any(self.sparse_layers)
 
 
-def read_routing(fields: ConfigFields, experts: str, default: int, per_token: int, *, is_normalized: bool) -> Routing:
-    """Read the numbers of experts.
+def read_routing(
+    fields: ConfigFields,
+    experts: str,
+    default: int,
+    per_token: int,
+    *,
+    is_normalized: bool,
+    scoring: Scoring = "softmax",
+) -> Routing:
+    """Read the numbers of experts; a ``scoring_func`` that is not the family's is a problem.
 
     Args:
         fields: Fields of config.json.
@@ -46,6 +54,7 @@ def read_routing(fields: ConfigFields, experts: str, default: int, per_token: in
         default: The number if the field is missing.
         per_token: ``num_experts_per_tok`` if that is missing.
         is_normalized: As in ``Routing``.
+        scoring: As in ``Routing``.
     """
     count = fields.integer(experts, default)
     chosen = fields.integer("num_experts_per_tok", per_token)
@@ -53,26 +62,27 @@ def read_routing(fields: ConfigFields, experts: str, default: int, per_token: in
         fields.note("num_experts_per_tok", f"expected at most the {count} experts, got {chosen}")
     if fields.text("hidden_act", "silu") not in ("silu", "swish"):
         fields.note("hidden_act", f"expected silu for experts, got {fields.text('hidden_act', 'silu')!r}")
-    return Routing(num_experts=count, experts_per_token=min(chosen, count), is_normalized=is_normalized)
+    given = fields.text("scoring_func", scoring)
+    if given != scoring:
+        fields.note("scoring_func", f"expected {scoring}, got {given!r}")
+    per_token = min(chosen, count)
+    return Routing(num_experts=count, experts_per_token=per_token, is_normalized=is_normalized, scoring=scoring)
 
 
 def read_listed_sparse_layers(fields: ConfigFields, num_layers: int, num_dense: int = 1) -> tuple[bool, ...]:
     """Return which layers have experts: those that ``mlp_layer_types`` calls sparse, or all but the first
     ``num_dense``."""
-    types = fields.items("mlp_layer_types")
+    types = read_layer_list(fields, "mlp_layer_types", num_layers, ("dense", "sparse"))
     if types is None:
         return tuple(index >= num_dense for index in range(num_layers))
-    if len(types) != num_layers or not {*types} <= {"dense", "sparse"}:
-        fields.note("mlp_layer_types", f"expected dense or sparse for each of {num_layers} layers, got {len(types)}")
-        return (True,) * num_layers
     return tuple(each == "sparse" for each in types)
 
 
 def read_sparse_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:
     """Return which layers have experts: every ``decoder_sparse_step``-th, but none of ``mlp_only_layers``."""
     step = fields.integer("decoder_sparse_step", 1)
-    dense: Sequence[Any] = fields.items("mlp_only_layers") or ()
-    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+    dense = read_layer_indices(fields, "mlp_only_layers", num_layers) or (False,) * num_layers
+    return tuple(not dense[layer] and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
 def build_sparse_layer(

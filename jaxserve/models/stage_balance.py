@@ -23,8 +23,9 @@ class LayerCost(NamedTuple):
 
 def allowed_cuts(specs: Sequence[KVSpec]) -> list[int]:
     """Return the layers that a stage may begin with, besides the first: no layer from there on reads the keys and
-    values of one before."""
-    reads = [(layer, spec.reads) for layer, spec in enumerate(specs) if spec.reads is not None]
+    values of one before, or attends to the tokens that one before selects."""
+    needs = ((layer, of) for layer, spec in enumerate(specs) for of in (spec.reads, spec.selects_as))
+    reads = [(layer, of) for layer, of in needs if of is not None]
     return [cut for cut in range(1, len(specs)) if not any(read < cut <= layer for layer, read in reads)]
 
 

@@ -11,6 +11,10 @@ from jaxserve.parsers.message import MessageDelta as MessageDelta
 from jaxserve.parsers.message import ParsedMessage as ParsedMessage
 from jaxserve.parsers.message import ToolCall as ToolCall
 from jaxserve.parsers.message import ToolCallDelta as ToolCallDelta
+from jaxserve.parsers.names import AUTO as AUTO
+from jaxserve.parsers.names import FamilyParsers as FamilyParsers
+from jaxserve.parsers.names import ParserNames as ParserNames
+from jaxserve.parsers.names import parser_names as parser_names
 from jaxserve.parsers.parser import MessageParser as MessageParser
 from jaxserve.parsers.parser import chosen_reasoning as chosen_reasoning
 from jaxserve.parsers.parser import leading_reasoning as leading_reasoning

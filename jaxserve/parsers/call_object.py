@@ -11,10 +11,16 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class CallObjectReader:
-    """Reads calls that are JSON objects, or whose arguments are."""
+    """Reads calls that are JSON objects, or whose arguments are.
 
-    def __init__(self, reader: CallReader) -> None:
+    Args:
+      reader: The reader.
+      name_key: The key of the name in an object.
+    """
+
+    def __init__(self, reader: CallReader, name_key: str = "name") -> None:
         self._reader = reader
+        self._name_key = name_key
         self._source = reader.source
         self._message = reader.message
 
@@ -51,6 +57,15 @@ class CallObjectReader:
         yield from self._source.expect("{")
         yield from self.read_call()
 
+    def read_keyed(self) -> Reading[None]:
+        """Read one object whose key is the name and whose value has the arguments."""
+        yield from self._source.expect("{")
+        name = yield from self._read_text(is_name=True)
+        yield from self._source.expect(":")
+        yield from self._source.peek_past_space()
+        yield from self._read_call_arguments(name)
+        yield from self._source.expect("}")
+
     def read_call(self, *, keys: Collection[str] | None = None, needs_arguments: bool = False) -> Reading[None]:
         """Read one object whose opening brace was already taken.
 
@@ -64,7 +79,7 @@ class CallObjectReader:
             key = yield from self._read_text()
             yield from source.expect(":")
             yield from source.peek_past_space()
-            if key == "name" and not name:
+            if key == self._name_key and not name:
                 name = yield from self._read_text(is_name=True)
                 if early:
                     self._give(name, early)

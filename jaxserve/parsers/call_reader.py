@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from jaxserve.parsers.message import MessageBuilder
-from jaxserve.parsers.reasoning_reader import ReasoningTags
 from jaxserve.parsers.source import MAX_HELD_LENGTH, NotACall, Reading, Source, first_marker, partial_length
+from jaxserve.parsers.tag_reasoning import TagReader
 
 Spellings = tuple[str, ...]
 """A marker, in each form in which models write it."""
@@ -27,7 +27,7 @@ class CallReader:
     """
 
     def __init__(
-        self, source: Source, message: MessageBuilder, make_id: Callable[[], str], tags: ReasoningTags | None = None
+        self, source: Source, message: MessageBuilder, make_id: Callable[[], str], tags: TagReader | None = None
     ) -> None:
         self.source = source
         self.message = message

@@ -14,9 +14,10 @@ from jaxserve.parsers.call_reader import CallReader
 from jaxserve.parsers.harmony import HarmonyReasoning
 from jaxserve.parsers.message import MessageBuilder, MessageDelta, ParsedMessage
 from jaxserve.parsers.reasoning_format import ReasoningFormat
-from jaxserve.parsers.reasoning_formats import REASONING_FORMATS, TagReasoning
-from jaxserve.parsers.reasoning_reader import ReasoningReader, ReasoningTags
+from jaxserve.parsers.reasoning_formats import REASONING_FORMATS
+from jaxserve.parsers.reasoning_reader import ReasoningReader
 from jaxserve.parsers.source import Reading, Source
+from jaxserve.parsers.tag_reasoning import TagReader, TagReasoning
 from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
 from jaxserve.parsers.tool_format import TextFormat, ToolFormat
 from jaxserve.parsers.tool_formats import TOOL_FORMATS, NamedFormat, RequiredFormat
@@ -55,10 +56,9 @@ def chosen_reasoning(reasoning: str | None, tools: str | None) -> str | None:
     Raises:
       ConfigError: A format is unknown, or the two do not match.
     """
-    if reasoning is not None:
-        reasoning_parser(reasoning)
+    chosen = None if reasoning is None else reasoning_parser(reasoning)
     needed = None if tools is None else tool_parser(tools).reasoning
-    if needed is None or reasoning == needed:
+    if needed is None or chosen is reasoning_parser(needed):
         return reasoning
     if reasoning is not None:
         message = f"tool_call_parser={tools!r} requires reasoning_parser={needed!r}, got {reasoning!r}"
@@ -123,8 +123,7 @@ class MessageParser:
         thoughts = None if reasoning is None else reasoning_parser(reasoning)
         source, tags = Source(), None
         if thoughts is not None and issubclass(thoughts, TagReasoning):
-            pair = (thoughts.start_text, thoughts.end_text)
-            tags = ReasoningTags(source, message, pair, self._finder, is_repeated=thoughts.is_repeated)
+            tags = TagReader(source, message, thoughts, self._finder)
         id_length = None if tools is None else tool_parser(tools).id_length
         reader = CallReader(source, message, make_id or partial(make_call_id, id_length), tags)
         is_inside = thoughts is not None and thoughts.begins_inside(prompt_ends_in_reasoning)
@@ -137,7 +136,7 @@ class MessageParser:
             )
             self._drivers.insert(0, _Driver(messages, reading))
 
-    def _read_all(self, reader: CallReader, tags: ReasoningTags | None, is_inside: bool | None) -> Reading[None]:
+    def _read_all(self, reader: CallReader, tags: TagReader | None, is_inside: bool | None) -> Reading[None]:
         if tags is not None:
             starts = (*self._format.leading_starts, *self._format.starts)
             yield from tags.begin(is_inside, starts, begins_line=self._begins_line)

@@ -1,37 +1,11 @@
 """Formats of reasoning. Each splits a completion into reasoning and the rest."""
 
-import re
 from collections.abc import Mapping
 from typing import ClassVar
 
 from jaxserve.parsers.harmony import HarmonyReasoning
 from jaxserve.parsers.reasoning_format import ReasoningFormat
-
-_SPECIAL_TOKENS = re.compile(r"\A(?:\s*<[|｜][^<>|｜]*[|｜]>)+")
-
-
-class TagReasoning(ReasoningFormat):
-    """<think>…</think>."""
-
-    start_text: ClassVar[str] = "<think>"
-    end_text: ClassVar[str] = "</think>"
-    is_repeated: ClassVar[bool] = False
-    """Whether reasoning may begin anywhere, not only at the beginning of the completion."""
-
-    @classmethod
-    def ends_inside(cls, turn: str) -> bool | None:
-        """Return whether the beginning of an assistant's turn ends inside the reasoning (True) or after it (False);
-        None if the turn has no text yet."""
-        start, end = cls.start_text, cls.end_text
-        if cls.is_repeated and start in turn:
-            return turn.rfind(start) > turn.rfind(end)
-        rest = _SPECIAL_TOKENS.sub("", turn).lstrip()
-        while rest.startswith(start):
-            _, is_closed, rest = rest.partition(end)
-            if not is_closed:
-                return True
-            rest = rest.lstrip()
-        return False if rest or end in turn else None
+from jaxserve.parsers.tag_reasoning import TagReasoning
 
 
 class Qwen3Reasoning(TagReasoning):
@@ -46,16 +20,33 @@ class Qwen3Reasoning(TagReasoning):
 class DeepSeekR1Reasoning(TagReasoning):
     """Reasoning up to </think>, with or without <think> before it, unless the prompt has already closed it."""
 
-    @classmethod
-    def begins_inside(cls, starts_inside: bool | None) -> bool | None:
-        """Return True unless the prompt has closed the reasoning."""
-        return starts_inside is not False
+    is_open_by_default: ClassVar[bool] = True
+
+
+class ErnieReasoning(TagReasoning):
+    """DeepSeek R1's form; the content may be between <response> and </response>: ERNIE 4.5 Thinking."""
+
+    is_open_by_default: ClassVar[bool] = True
+    content_tags: ClassVar[Mapping[str, str]] = {"<response>": "</response>"}
 
 
 class ThinkReasoning(TagReasoning):
     """<think>…</think> anywhere, any number of times."""
 
     is_repeated: ClassVar[bool] = True
+
+
+class HunyuanReasoning(TagReasoning):
+    """<think>…</think><answer>…</answer>: Hunyuan."""
+
+    content_tags: ClassVar[Mapping[str, str]] = {"<answer>": "</answer>"}
+
+
+class GraniteReasoning(TagReasoning):
+    """Sentences before the reasoning and the content: Granite 3.2."""
+
+    start_text: ClassVar[str] = "Here is my thought process:"
+    end_text: ClassVar[str] = "Here is my response:"
 
 
 class SeedReasoning(TagReasoning):
@@ -73,16 +64,54 @@ class MistralReasoning(TagReasoning):
     has_special_markers: ClassVar[bool] = True
 
 
+class CohereReasoning(TagReasoning):
+    """<|START_THINKING|>…<|END_THINKING|>, then the content between <|START_RESPONSE|> and <|END_RESPONSE|>: Cohere.
+
+    Command R7B and A write these special tokens; later models have TEXT in place of RESPONSE.
+    """
+
+    start_text: ClassVar[str] = "<|START_THINKING|>"
+    end_text: ClassVar[str] = "<|END_THINKING|>"
+    content_tags: ClassVar[Mapping[str, str]] = {
+        "<|START_RESPONSE|>": "<|END_RESPONSE|>",
+        "<|START_TEXT|>": "<|END_TEXT|>",
+    }
+    has_special_markers: ClassVar[bool] = True
+
+
+class Gemma4Reasoning(TagReasoning):
+    """<|channel>thought, a line break, …<channel|>: Gemma 4. The tags and the marker of a call are special tokens."""
+
+    start_text: ClassVar[str] = "<|channel>"
+    end_text: ClassVar[str] = "<channel|>"
+    label: ClassVar[str] = "thought\n"
+    call_texts: ClassVar[tuple[str, ...]] = ("<|tool_call>",)
+    has_special_markers: ClassVar[bool] = True
+
+    @classmethod
+    def ends_inside(cls, turn: str) -> bool | None:
+        """Return where a turn ends, as `TagReasoning`; after a tool's response in it the model may reason again."""
+        return super().ends_inside(turn.rpartition("<tool_response|>")[2])
+
+
 REASONING_FORMATS: Mapping[str, type[ReasoningFormat]] = {
+    "cohere_command3": CohereReasoning,
+    "cohere_command4": CohereReasoning,
     "deepseek_r1": DeepSeekR1Reasoning,
     "deepseek_v3": Qwen3Reasoning,
-    "ernie45": DeepSeekR1Reasoning,
+    "ernie45": ErnieReasoning,
+    "gemma4": Gemma4Reasoning,
     "glm45": Qwen3Reasoning,
+    "glm47": Qwen3Reasoning,
+    "granite": GraniteReasoning,
+    "hunyuan_a13b": HunyuanReasoning,
     "hy_v3": Qwen3Reasoning,
+    "kimi_k2": Qwen3Reasoning,
     "minimax_m2": DeepSeekR1Reasoning,
     "mistral": MistralReasoning,
     "olmo3": DeepSeekR1Reasoning,
     "openai_gptoss": HarmonyReasoning,
+    "poolside_v1": Qwen3Reasoning,
     "qwen3": Qwen3Reasoning,
     "seed_oss": SeedReasoning,
     "think": ThinkReasoning,

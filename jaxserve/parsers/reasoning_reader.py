@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from jaxserve.parsers.message import MessageBuilder
 from jaxserve.parsers.source import Reading, Source, first_marker, partial_length
 
 
@@ -93,63 +92,3 @@ class ReasoningReader:
             self.add(text)
             self._source.advance(len(text))
             self._num_tried -= len(text)
-
-
-class ReasoningTags:
-    """Reasoning between tags, in the text that a `CallReader` reads.
-
-    Args:
-      source: The text.
-      message: Receives the reasoning.
-      tags: The opening and the closing tag.
-      finder: As in `ReasoningReader`.
-      is_repeated: Whether reasoning may begin anywhere in the content, not only at its beginning.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        message: MessageBuilder,
-        tags: tuple[str, str],
-        finder: Finder | None,
-        *,
-        is_repeated: bool,
-    ) -> None:
-        self._source = source
-        self._message = message
-        self._start, self._end = tags
-        self._finder = finder
-        self._is_repeated = is_repeated
-        self._is_end_late = False
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """The tags that the content may have; the closing tag after a call ended the reasoning before it."""
-        starts = (self._start,) if self._is_repeated else ()
-        return (*starts, self._end) if self._is_end_late else starts
-
-    def begin(self, is_inside: bool | None, starts: Sequence[str], *, begins_line: bool) -> Reading[None]:
-        """Read the reasoning at the beginning of the completion.
-
-        Args:
-          is_inside: Whether the prompt has opened the reasoning.
-          starts: As in `ReasoningReader`.
-          begins_line: As in `ReasoningReader`, if the completion has no opening tag.
-        """
-        if (yield from self._source.match([self._start])):
-            yield from self._read(starts)
-        elif is_inside:
-            yield from self._read(starts, begins_line=begins_line)
-
-    def take(self, marker: str, starts: Sequence[str]) -> Reading[None]:
-        """Continue after one of `markers`, which was taken from the content."""
-        self._is_end_late = False
-        if marker == self._start:
-            yield from self._read(starts)
-
-    def _read(self, starts: Sequence[str], *, begins_line: bool = True) -> Reading[None]:
-        reader = ReasoningReader(
-            self._source, self._message.add_reasoning, self._finder, starts, begins_line=begins_line
-        )
-        self._source.advance(len((yield from reader.read_to([self._end]))))
-        self._is_end_late = reader.found_call

@@ -1,13 +1,24 @@
 """Formats of tool calls. Each reads a whole completion: calls, and the content around them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from jaxserve.parsers.call_object import CallObjectReader
 from jaxserve.parsers.call_reader import CallReader, Spellings
 from jaxserve.parsers.function_tags import GLM, MINIMAX, QWEN, SEED, TagCallReader, Tags
+from jaxserve.parsers.gemma_calls import read_gemma_call
 from jaxserve.parsers.harmony import CALL_END, CALL_START, FUNCTIONS, MESSAGE
 from jaxserve.parsers.json_scanner import JsonScanner
+from jaxserve.parsers.list_formats import (
+    ApertusFormat,
+    CohereFormat,
+    GraniteFormat,
+    HunyuanFormat,
+    Olmo3Format,
+    Phi4MiniFormat,
+    read_leading_list,
+    read_list,
+)
 from jaxserve.parsers.python_calls import PythonCallReader
 from jaxserve.parsers.schema_types import Schemas
 from jaxserve.parsers.section_formats import DeepSeekFormat, KimiK2Format
@@ -72,7 +83,7 @@ class MiniMaxFormat(ToolFormat):
 class GlmFormat(ToolFormat):
     """<tool_call>name<arg_key>…</arg_key><arg_value>…</arg_value></tool_call>: GLM-4.5 to 4.7.
 
-    Hy3 writes <tool_sep> after the name, and <tool_calls> and </tool_calls> around all calls.
+    Laguna writes the same, and Hy3 <tool_sep> after the name, and <tool_calls> and </tool_calls> around all calls.
     """
 
     starts: ClassVar[Spellings] = (GLM.block[0], GLM.function)
@@ -80,24 +91,6 @@ class GlmFormat(ToolFormat):
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
         yield from _read_tagged(reader, self.schemas, GLM)
-
-
-class HunyuanFormat(ToolFormat):
-    """<tool_calls>[{"name": …, "arguments": {…}}, …]</tool_calls>: Hunyuan-A13B."""
-
-    starts: ClassVar[Spellings] = ("<tool_calls>",)
-
-    def run(self, reader: CallReader) -> Reading[None]:
-        """Read to the end of the text."""
-        ends = ("</tool_calls>",)
-        while (yield from reader.read_content(self.starts)):
-            num_calls = reader.message.num_calls
-            if (yield from reader.source.match(["["])):
-                yield from _read_list(reader, CallObjectReader(reader).read_object)
-            else:
-                reader.release()
-            if reader.message.num_calls > num_calls:
-                yield from reader.close(ends)
 
 
 class Llama3JsonFormat(ToolFormat):
@@ -136,7 +129,7 @@ class MistralFormat(ToolFormat):
         while (yield from reader.read_content(self.starts)):
             yield from source.skip_all(self.starts)
             if (yield from source.match(["["])):
-                yield from _read_list(reader, CallObjectReader(reader).read_object)
+                yield from read_list(reader, CallObjectReader(reader).read_object)
             elif (yield from source.peek_past_space()) == "{":
                 yield from reader.attempt(CallObjectReader(reader).read_object())
             else:
@@ -192,7 +185,7 @@ class PythonicFormat(ToolFormat):
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        yield from _read_leading_list(reader, PythonCallReader(reader).read_call)
+        yield from read_leading_list(reader, PythonCallReader(reader).read_call, (_PYTHON_END,))
         while marker := (yield from reader.read_content(self.starts)):
             num_calls = reader.message.num_calls
             yield from _read_python_block(reader, marker)
@@ -200,12 +193,23 @@ class PythonicFormat(ToolFormat):
                 yield from reader.close((_PYTHON_END,))
 
 
+class Gemma4Format(ToolFormat):
+    """<|tool_call>call:name{key:<|"|>value<|"|>, …}<tool_call|>, any number of times: Gemma 4."""
+
+    starts: ClassVar[Spellings] = ("<|tool_call>",)
+
+    def run(self, reader: CallReader) -> Reading[None]:
+        """Read to the end of the text."""
+        while (yield from reader.read_content(self.starts)):
+            yield from reader.read_block(read_gemma_call(reader), [("<tool_call|>",)])
+
+
 class RequiredFormat(ToolFormat):
     """[{"name": …, "parameters": {…}}, …]: the output that `tool_choice="required"` constrains."""
 
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
-        yield from _read_leading_list(reader, CallObjectReader(reader).read_object)
+        yield from read_leading_list(reader, CallObjectReader(reader).read_object, (_PYTHON_END,))
         yield from reader.read_content([])
 
 
@@ -221,11 +225,17 @@ class NamedFormat(ToolFormat):
 
 
 TOOL_FORMATS: Mapping[str, type[ToolFormat]] = {
+    "apertus": ApertusFormat,
+    "cohere_command3": CohereFormat,
+    "cohere_command4": CohereFormat,
     "deepseek_v3": DeepSeekFormat,
     "deepseek_v31": DeepSeekFormat,
     "ernie45": HermesFormat,
+    "gemma4": Gemma4Format,
     "glm45": GlmFormat,
     "glm47": GlmFormat,
+    "granite": GraniteFormat,
+    "granite4": GraniteFormat,
     "hermes": HermesFormat,
     "hunyuan_a13b": HunyuanFormat,
     "hy_v3": GlmFormat,
@@ -235,7 +245,10 @@ TOOL_FORMATS: Mapping[str, type[ToolFormat]] = {
     "llama4_pythonic": PythonicFormat,
     "minimax_m2": MiniMaxFormat,
     "mistral": MistralFormat,
+    "olmo3": Olmo3Format,
     "openai": OpenAIFormat,
+    "phi4_mini_json": Phi4MiniFormat,
+    "poolside_v1": GlmFormat,
     "pythonic": PythonicFormat,
     "qwen3": Qwen3Format,
     "qwen3_coder": Qwen3Format,
@@ -266,32 +279,6 @@ def _read_tagged(reader: CallReader, schemas: Schemas, tags: Tags, others: Seque
             yield from reader.read_block(functions.read_function(), [(end,)])
 
 
-def _read_leading_list(reader: CallReader, read_call: Callable[[], Reading[None]]) -> Reading[None]:
-    """Read a list of calls at the beginning of the text, if there is one."""
-    source = reader.source
-    source.hold()
-    if (yield from source.match(["["])):
-        yield from _read_list(reader, read_call)
-        if reader.message.num_calls:
-            yield from reader.close((_PYTHON_END,))
-    else:
-        source.release()
-
-
-def _read_list(reader: CallReader, read_call: Callable[[], Reading[None]]) -> Reading[None]:
-    """Read calls up to the closing bracket, whose opening one was already taken; stop at anything that is not a
-    call."""
-    source = reader.source
-    while (yield from reader.attempt(read_call())):
-        if not (yield from source.match([","])):
-            yield from source.match(["]"])
-            return
-        if (yield from source.match(["]"])):
-            return
-        yield from source.peek_past_space()
-        source.hold()
-
-
 def _read_python_block(reader: CallReader, marker: str) -> Reading[None]:
     """Read calls after Llama's markers of code: JSON objects, or a list of them or of Python calls.
 
@@ -308,7 +295,7 @@ def _read_python_block(reader: CallReader, marker: str) -> Reading[None]:
     if start == "{":
         yield from _read_bare_object(reader)
     elif start:
-        yield from _read_list(reader, lambda: _read_listed(reader))
+        yield from read_list(reader, lambda: _read_listed(reader))
     else:
         reader.release()
 

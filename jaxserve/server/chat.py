@@ -12,6 +12,7 @@ from jaxserve.parsers import (
     MessageDelta,
     MessageParser,
     ParsedMessage,
+    ParserNames,
     ends_in_line,
     leading_reasoning,
     reasoning_parser,
@@ -19,7 +20,7 @@ from jaxserve.parsers import (
     tool_choice_schema,
 )
 from jaxserve.parsers.tool_choice import chosen_function, parameter_schemas
-from jaxserve.server.frontend import Frontend, ParserNames, sampling_params
+from jaxserve.server.frontend import Frontend, sampling_params
 from jaxserve.server.settings import ServerConfig
 
 MAX_VARIABLES = 64
@@ -114,7 +115,7 @@ def chat_request(
     """Return the request of a conversation, and the parser of its completions.
 
     Args:
-        frontend: Knows the server's parsers and settings, and the model's defaults.
+        frontend: Knows the server's settings, and the model's parsers and defaults.
         fields: The conversation, in OpenAI's form: messages, tools, how the prompt ends and what is returned.
         given: Fields of ``SamplingParams``; None counts as not given.
         **more: More arguments of ``Request``.
@@ -124,10 +125,10 @@ def chat_request(
         UnavailableError: The engine is not ready.
     """
     choice = _tool_choice(frontend, fields)
-    if choice == "none" and frontend.parsers.reasoning is None:
+    if choice == "none" and frontend.info.parsers.reasoning is None:
         parser = PlainParser()
     else:
-        parser = ChatParser(frontend.parsers, fields, choice)
+        parser = ChatParser(frontend.info.parsers, fields, choice)
         given = {**given, **parser.sampling_fields(given)}
     params = sampling_params(frontend.info, given, is_chat=True)
     return Request(chat=chat_arguments(frontend.config, fields), params=params, **more), parser
@@ -150,7 +151,7 @@ def _tool_choice(frontend: Frontend, fields: Mapping[str, Any]) -> str | Mapping
         message = 'Invalid value for `tool_choice`: only a named tool, "none", "auto" or "required" are supported.'
         raise RequestError(message, parameter="tool_choice", value=chosen)
     chosen_function(chosen, schemas)
-    if chosen == "auto" and not (frontend.config.enable_auto_tool_choice and frontend.parsers.tools):
+    if chosen == "auto" and not (frontend.config.enable_auto_tool_choice and frontend.info.parsers.tools):
         message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
         raise RequestError(message, parameter="tool_choice", value=chosen)
     return chosen

@@ -21,19 +21,6 @@ from jaxserve.server.settings import ServerConfig, queued_tokens_limit
 from jaxserve.server.wire import EngineInfo
 
 
-@dataclasses.dataclass(frozen=True)
-class ParserNames:
-    """Names of the parsers in ``jaxserve.parsers`` for what the model writes besides content; None: no parser.
-
-    Attributes:
-        reasoning: The engine's ``reasoning_parser``, or the one that its ``tool_call_parser`` needs.
-        tools: The engine's ``tool_call_parser``.
-    """
-
-    reasoning: str | None = None
-    tools: str | None = None
-
-
 class Frontend:
     """The state that all APIs of a server share.
 
@@ -41,7 +28,6 @@ class Frontend:
         config: The server's settings.
         engine: The engine's client.
         model: Directory or hub id of the model: its name unless ``served_model_name`` is set.
-        parsers: The parsers of reasoning and tool calls.
 
     Attributes:
         ledger: Counts and limits the requests in flight; accepts none before ``open``.
@@ -52,16 +38,9 @@ class Frontend:
         ConfigError: The keys are wrong, or traces cannot be sent.
     """
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        engine: EngineClient,
-        model: str,
-        parsers: ParserNames = ParserNames(),  # noqa: B008 (frozen)
-    ):
+    def __init__(self, config: ServerConfig, engine: EngineClient, model: str):
         self.config = config
         self.engine = engine
-        self.parsers = parsers
         self.ledger = Ledger(max(MAX_BODY_BYTES, 16 * config.max_request_bytes))
         self.authenticator = Authenticator(config)
         self.log = RequestLog(config, model)

@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from jaxserve.api.errors import EngineDeadError, JaxserveError
-from jaxserve.parsers import chosen_reasoning
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
-from jaxserve.server.frontend import Frontend, ParserNames
+from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_listener import http_listening
 from jaxserve.server.resources import map_large_buffers_apart
@@ -40,9 +39,7 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig) -> int:
     map_large_buffers_apart()
     _warn_of_exposure(config)
     engine = EngineClient(engine_arguments, config)
-    calls = engine_arguments.get("tool_call_parser")
-    parsers = ParserNames(chosen_reasoning(engine_arguments.get("reasoning_parser"), calls), calls)
-    frontend = Frontend(config, engine, str(engine_arguments.get("model", "demo")), parsers)
+    frontend = Frontend(config, engine, str(engine_arguments.get("model", "demo")))
     life = ServerLife(frontend, engine)
     try:
         return await life.run()

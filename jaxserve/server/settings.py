@@ -237,7 +237,7 @@ class ServerConfig:
             ConfigError: Tools are to be called, and nothing says how the model writes calls.
         """
         if self.enable_auto_tool_choice and arguments.get("tool_call_parser") is None:
-            raise ConfigError("enable_auto_tool_choice requires tool_call_parser: add --tool-call-parser")
+            raise ConfigError("enable_auto_tool_choice requires tool_call_parser: add --tool-call-parser auto")
 
     def queued_reqs_limit(self, max_num_seqs: int) -> int:
         """Return the maximum number of waiting sequences of an engine with ``max_num_seqs``."""

@@ -33,6 +33,7 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
+from jaxserve.parsers import ParserNames
 from jaxserve.server.packed_logprobs import PackedLogprobs
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 
@@ -105,6 +106,8 @@ class EngineInfo:
     """The source of the server's own chat template, used in place of the model's."""
     special_tokens: dict[str, str] = field(default_factory=dict[str, str])
     """The model's special tokens by name; templates see them."""
+    parsers: ParserNames = ParserNames()
+    """The parsers of reasoning and tool calls."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -162,7 +165,7 @@ _CLASSES: tuple[type, ...] = (
     *(Start, Submit, Cancel, Query, Stop, EngineInfo, Failure, Outputs, QueryResult, Heartbeat),
     *(Request, SamplingParams, RequestOutputKind, StructuredOutputsParams, RepetitionDetectionParams),
     *(PoolingParams, RequestOutput, CompletionOutput, RequestMetrics, PackedLogprobs, model_pb2.Model),
-    *(Counter, Gauge, Histogram, tuple),
+    *(ParserNames, Counter, Gauge, Histogram, tuple),
     *_ERRORS,
 )
 _LOGPROBS = {CompletionOutput: "logprobs", RequestOutput: "prompt_logprobs"}

@@ -1,6 +1,7 @@
 """Constraints on the next token in plain Python; see `Constraint`."""
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import numpy as np
@@ -74,35 +75,42 @@ class BadWords:
 class ThinkingBudget:
     """Forces the end of a thinking section that has used up its budget: vLLM's ``thinking_token_budget``.
 
-    A section starts after the last start sequence in prompt and output that no end sequence follows. If it already ends
-    with a prefix of the end sequence, only the rest is forced. Each section has the full budget.
+    A section starts after the last start marker in the text of prompt and output that no end marker follows. Markers
+    are found in the text because their last characters may share a token with what follows. If the section already
+    ends with a prefix of the end's tokens, only the rest is forced. Each section has the full budget.
 
     Args:
-        start_ids: Tokens that start a section, such as those of ``<think>``.
-        end_ids: Tokens that end it.
+        markers: What starts and ends a section, such as ``<think>`` and ``</think>``.
+        end_ids: Tokens that spell the second.
         budget: Most tokens of a section, including those in the prompt.
         prompt_token_ids: The prompt.
         vocab_size: Vocabulary size.
+        text_of: Returns the text of a token.
     """
 
     def __init__(
         self,
-        start_ids: Sequence[int],
+        markers: tuple[str, str],
         end_ids: Sequence[int],
         budget: int,
         prompt_token_ids: Sequence[int],
         vocab_size: int,
+        text_of: Callable[[int], str],
     ) -> None:
-        assert start_ids and end_ids and budget >= 0, (start_ids, end_ids, budget)
-        self._start = list(start_ids)
+        assert all(markers) and end_ids and budget >= 0, (markers, end_ids, budget)
         self._end = list(end_ids)
         self._budget = budget
         self._vocab_size = vocab_size
-        self._max_recent = max(len(self._start), len(self._end))
-        prompt = list(prompt_token_ids)
-        self._recent = prompt[-self._max_recent :]
-        start, end = _last_index(prompt, self._start), _last_index(prompt, self._end)
-        self._num_thinking = len(prompt) - start - len(self._start) if start > end else None
+        self._text_of = text_of
+        self._markers = markers
+        self._recent = list(prompt_token_ids[-len(self._end) :])
+        self._text = ""
+        self._num_thinking: int | None = None
+        pieces = [text_of(token) for token in prompt_token_ids]
+        start, _ = self._find("".join(pieces))
+        if start >= 0:
+            begins = itertools.accumulate(map(len, pieces[:-1]), initial=0)
+            self._num_thinking = sum(begin >= start for begin in begins)
 
     def mask(self) -> bytes | None:
         """Return a mask with a single token if the end is forced, else None."""
@@ -115,16 +123,25 @@ class ThinkingBudget:
 
     def accept(self, token: int) -> bool:
         """Advance by the next token; never completes the output."""
-        recent = self._recent
-        recent.append(token)
-        del recent[: -self._max_recent]
-        if recent[-len(self._start) :] == self._start:
+        self._recent.append(token)
+        del self._recent[: -len(self._end)]
+        start, end = self._find(self._text_of(token))
+        if start >= 0:
             self._num_thinking = 0
-        elif recent[-len(self._end) :] == self._end:
+        elif end >= 0:
             self._num_thinking = None
         elif self._num_thinking is not None:
             self._num_thinking += 1
         return False
+
+    def _find(self, text: str) -> tuple[int, int]:
+        """Append text; return where its last marker ends if that starts a section, and if it ends one; otherwise -1."""
+        num_old = len(self._text)
+        text = self._text + text
+        self._text = text[max(0, len(text) - max(map(len, self._markers)) + 1) :]
+        start, end = (text.rfind(marker) + len(marker) if marker in text else -1 for marker in self._markers)
+        start, end = (at - num_old if at > num_old else -1 for at in (start, end))
+        return (start, -1) if start > end else (-1, end)
 
 
 class AllOf:
@@ -177,12 +194,3 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[tuple[int, 
         message = f"bad_words expand to {len(found)} token sequences; at most {MAX_BAD_WORDS} are allowed"
         raise RequestError(message, parameter="bad_words", value=words)
     return found
-
-
-def _last_index(tokens: list[int], part: list[int]) -> int:
-    """Return the index of the last occurrence, or -1."""
-    first = part[0]
-    for index in range(len(tokens) - len(part), -1, -1):
-        if tokens[index] == first and tokens[index : index + len(part)] == part:
-            return index
-    return -1

@@ -1,6 +1,6 @@
 """Structured outputs of reasoning models: as in vLLM, constraints apply after the end of the reasoning."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxserve.api.chat_messages import LastMessage
@@ -19,14 +19,19 @@ class ReasoningMarkers(NamedTuple):
         name: Name of the reasoning parser.
         start_ids: Tokens that start the reasoning.
         end_ids: Tokens that end it.
-        content_ids: Token sequences, one somewhere after the other, after which the content starts; by default
-            ``end_ids`` alone.
+        content_ids: Tokens of the texts after which the content starts.
     """
 
     name: str
     start_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
     content_ids: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The texts that start and end the reasoning."""
+        form = reasoning_parser(self.name)
+        return form.start_text, form.end_text
 
 
 class Reasoning(NamedTuple):
@@ -100,17 +105,21 @@ def _last_text(tokenizer: Tokenizer, token_ids: Sequence[int], last_message: Las
 class AfterReasoning:
     """A `Constraint` that applies another one after the reasoning.
 
+    The end of the reasoning is found in the text because its last characters may share a token with what follows.
+
     Args:
         constraint: The other constraint, in its initial state.
         reasoning: How the output starts with reasoning.
+        text_of: Returns the text of a token.
     """
 
-    def __init__(self, constraint: Constraint, reasoning: Reasoning):
+    def __init__(self, constraint: Constraint, reasoning: Reasoning, text_of: Callable[[int], str]):
         self._constraint = constraint
         self._markers = reasoning.markers
         self._is_open = reasoning.is_open
-        self._awaited = list(self._markers.content_ids or (self._markers.end_ids,))
-        self._recent: list[int] = []
+        self._text_of = text_of
+        self._awaited = list(reasoning_parser(self._markers.name).content_start())
+        self._text = ""
 
     def mask(self) -> bytes | None:
         """Return the mask of the tokens allowed next; None inside the reasoning."""
@@ -130,9 +139,10 @@ class AfterReasoning:
                 return False
         if not self._is_open:
             return self._constraint.accept(token)
-        self._recent = [*self._recent, token][-len(self._awaited[0]) :]
-        if self._recent == list(self._awaited[0]):
-            self._recent = []
-            self._awaited.pop(0)
-            self._is_open = bool(self._awaited)
+        self._text += self._text_of(token)
+        while self._awaited and self._awaited[0] in self._text:
+            _, _, self._text = self._text.partition(self._awaited.pop(0))
+        self._is_open = bool(self._awaited)
+        if self._is_open:
+            self._text = self._text[max(0, len(self._text) - len(self._awaited[0]) + 1) :]
         return False

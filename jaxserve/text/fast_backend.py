@@ -35,6 +35,11 @@ class FastBackend:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
+    def num_ordinary_tokens(self) -> int:
+        """Number of tokens, without added ones."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=False)
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Ids that `skip_special_tokens` removes."""
         return self._special_ids

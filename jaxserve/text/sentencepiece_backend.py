@@ -53,6 +53,11 @@ class SentencePieceBackend:
         return max(self._processor.get_piece_size(), max(self._tokens, default=0) + 1)
 
     @property
+    def num_ordinary_tokens(self) -> int:
+        """Number of tokens, without added ones."""
+        return self._processor.get_piece_size()
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Ids that `skip_special_tokens` removes."""
         return self._special_ids

@@ -88,6 +88,11 @@ class Tokenizer:
         return self._backend.vocab_size
 
     @property
+    def num_ordinary_tokens(self) -> int:
+        """Number of tokens without added ones, which the vocabulary of every model of this tokenizer includes."""
+        return self._backend.num_ordinary_tokens
+
+    @property
     def bos_token_id(self) -> int | None:
         """Id of the beginning-of-sequence token, or None."""
         return self._named_id("bos_token")

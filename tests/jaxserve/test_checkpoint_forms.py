@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxserve.models.dummy_weights import DummyReader
 from jaxserve.models.loading import check_weights, known_listings, load_model, read_model_config
 from jaxserve.models.output_head import choose_head
 from jaxserve.models.registry import FAMILIES, config_from_hf, without_head
+from jaxserve.models.text_half import TEXT_HALVES
 from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint
 
 F32 = np.dtype(np.float32)
@@ -92,6 +94,41 @@ def test_every_family_loads_in_every_form(architecture: str) -> None:
             check(model, {**form, **dict.fromkeys(names, (8,))})
         with pytest.raises(CheckpointError, match="1 missing"):
             check(model, {name: shape for name, shape in form.items() if name != start + embedding})
+
+
+HALVES = [(whole, kind) for whole, half in TEXT_HALVES.items() for kind in half.families]
+
+
+@pytest.mark.parametrize(("whole", "kind"), HALVES)
+def test_every_text_half_loads_in_every_form(whole: str, kind: str) -> None:
+    """Beside tensors of its encoders; a tensor of text that is left over or lost is named, whatever is ignored."""
+    fields = {name: value for name, value in SMALL.items() if name != "architectures"}
+    raw = {"architectures": [whole], "text_config": {**fields, "model_type": kind}, "tie_word_embeddings": True}
+    model = abstract(config_from_hf(raw, "config.json"))
+    others = {f"{name}.layers.0.weight": (3,) for name in TEXT_HALVES[whole].others}
+    for prefix in ("model.language_model.", "language_model.model.", "model.language_model.model.", "model.", ""):
+        form = {prefix + name.removeprefix("model."): shape for name, shape in model.listings[0].items()}
+        assert not [name for name in form if any(re.fullmatch(pattern, name) for pattern in model.ignored)]
+        for start in ("", "model."):
+            check(model, {**form, **{start + name: shape for name, shape in others.items()}})
+        lost = next(iter(form))
+        extra = f"{prefix}layers.0.self_attn.extra.weight"
+        text = rf"1 missing, 1 unexpected\n.* missing: {re.escape(lost)} .*\n.* unexpected: {re.escape(extra)}$"
+        with pytest.raises(CheckpointError, match=text):
+            check(model, {**{name: shape for name, shape in form.items() if name != lost}, **others, extra: (1,)})
+
+
+@pytest.mark.parametrize("whole", TEXT_HALVES)
+def test_every_text_half_has_a_class_without_head(whole: str) -> None:
+    """With the fields of text in their own object, or beside the encoder's."""
+    stem = whole.removesuffix("ForConditionalGeneration")
+    fields = {**SMALL, "architectures": [f"{stem}Model"]}
+    nested = {**fields, "text_config": {**SMALL, "model_type": next(iter(TEXT_HALVES[whole].families))}}
+    flat = [fields] if stem.startswith("Qwen2") else []
+    for raw in [nested, *flat]:
+        config = config_from_hf(raw, "config.json")
+        assert (config.multimodal, config.has_head, config.tie_embeddings) == (whole, False, True)
+        check(abstract(config), abstract(config).listings[1])
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

@@ -29,6 +29,8 @@ GEMMA4 = {
     "final_logit_softcapping": 20.0,
     "global_head_dim": 24,
 }
+SELECTED = {name: value for name, value in DEEPSEEK.items() if name != "rope_interleave"}
+SELECTED |= {"index_topk": 20, "index_n_heads": 32, "index_head_dim": 16}
 LAYERS = {"sliding_window": 9, "layer_types": GEMMA3_LAYERS}
 TWO_ROPES = {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}}
 TWO_ROPES["rope_parameters"]["full_attention"] = rope(
@@ -139,6 +141,7 @@ ROWS = {
         family="Cohere2",
         raw={"hidden_size": 64, "sliding_window": 9, "sliding_window_pattern": 3, "logit_scale": 0.25}
         | {"layer_norm_eps": 1e-4, "tie_word_embeddings": True},
+        seed=1,
     ),
     "cohere2-moe": Row(
         family="Cohere2Moe",
@@ -264,6 +267,14 @@ ROWS = {
         | {"attention_chunk_size": 16},
         num_experts=6,
     ),
+    "deepseek-v32": Row(family="DeepseekV32", raw=SELECTED | {"n_group": 2, "topk_group": 1}, seed=1, num_experts=8),
+    "glm-moe-dsa": Row(
+        family="GlmMoeDsa",
+        raw=SELECTED | {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
+        seed=1,
+        fast=(),
+        num_experts=8,
+    ),
     "llama4-dense": Row(
         family="Llama4",
         raw={"moe_layers": [], "intermediate_size_mlp": 52, "no_rope_layers": [1, 1, 0], "use_qk_norm": False}
@@ -290,7 +301,10 @@ SLOW |= {"mellum", "ministral", "olmoe", "stablelm", "stablelm-parallel", "vault
 
 
 def make_hf(row: Row) -> Any:
-    """Transformers' model with random weights, none of them neutral."""
+    """Transformers' model with random weights, none of them neutral.
+
+    An embedding that is the head is small beside the layers: the next token would be the last one again.
+    """
     name = CONFIG_CLASSES.get(row.family, f"{row.family}Config")
     raw, kind = {**models.SIZES, **row.raw}, "CausalLM"
     if row.family in ENCODERS:
@@ -299,12 +313,13 @@ def make_hf(row: Row) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(row.seed)
     model = getattr(transformers, f"{row.family}For{kind}")(config).to(torch.float32).eval()
+    embed_gain = 0.1 if config.tie_word_embeddings else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
-                gain = 6.0 if "lm_head" in name else 1.0 if "embed" in name else 1.6
+                gain = 6.0 if "lm_head" in name else embed_gain if "embed_tokens." in name else 1.6
                 parameter.normal_(0.0, gain if "embed" in name else gain * parameter.shape[-1] ** -0.5)
-            elif "norm" in name:
+            elif "norm" in name and name.endswith("weight"):
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(0.0, 0.5)

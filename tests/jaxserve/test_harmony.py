@@ -16,8 +16,16 @@ from hypothesis import strategies as st
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.build import EnginePlan
-from jaxserve.engine.model_defaults import check_parsers, eos_token_ids, reasoning_markers
-from jaxserve.parsers import MessageDelta, MessageParser, ParsedMessage, chosen_reasoning
+from jaxserve.engine.model_defaults import eos_token_ids, reasoning_markers
+from jaxserve.parsers import (
+    FamilyParsers,
+    MessageDelta,
+    MessageParser,
+    ParsedMessage,
+    ParserNames,
+    chosen_reasoning,
+    parser_names,
+)
 from jaxserve.structured_output.constraints import ThinkingBudget
 from jaxserve.structured_output.reasoning import AfterReasoning, find_reasoning
 from jaxserve.text.chat import render_chat
@@ -244,9 +252,9 @@ def test_names_of_both_parsers() -> None:
         "tool_call_parser='openai' requires reasoning_parser='openai_gptoss', got 'qwen3'; leave reasoning_parser out"
     )
     with pytest.raises(ConfigError, match=expected):
-        check_parsers(EngineConfig(model="demo", reasoning_parser="qwen3", tool_call_parser="openai"))
+        parser_names(ParserNames("qwen3", "openai"), FamilyParsers(), "", "")
     with pytest.raises(ConfigError, match="tool_call_parser must be one of"):
-        check_parsers(EngineConfig(model="demo", tool_call_parser="gpt"))
+        parser_names(ParserNames(tools="gpt"), FamilyParsers(), "", "")
 
 
 # ------------------------------------------------------------------------------------------------ special tokens
@@ -300,12 +308,12 @@ class Rule:
 
 @pytest.mark.parametrize("header", [FINAL, "<|channel|>final <|constrain|>json<|message|>"])
 def test_a_grammar_holds_in_the_final_channel(tokenizer: Tokenizer, header: str) -> None:
-    markers = reasoning_markers(EngineConfig(model="demo", tool_call_parser="openai"), tokenizer)
+    markers = reasoning_markers("openai_gptoss", tokenizer)
     assert markers is not None and markers.name == "openai_gptoss"
     reasoning = find_reasoning(markers, tokenizer, tokenizer.encode(START), is_chat=True)
     assert reasoning is not None
     rule = Rule()
-    constraint = AfterReasoning(rule, reasoning)
+    constraint = AfterReasoning(rule, reasoning, tokenizer.pieces(skip_special_tokens=False).shown)
     for token in tokenizer.encode(f"{ANALYSIS}<final>.<|end|>{START}{PREAMBLE}So.<|end|>{START}{header}"):
         assert constraint.mask() is None
         assert constraint.accept(token) is False
@@ -317,10 +325,11 @@ def test_a_grammar_holds_in_the_final_channel(tokenizer: Tokenizer, header: str)
 
 
 def test_a_thinking_budget_ends_the_analysis(tokenizer: Tokenizer) -> None:
-    markers = reasoning_markers(EngineConfig(model="demo", reasoning_parser="openai_gptoss"), tokenizer)
+    markers = reasoning_markers("openai_gptoss", tokenizer)
     assert markers is not None
     prompt = tokenizer.encode(f"{START}{ANALYSIS}old<|end|>{START}{FINAL}x<|end|>{START}")
-    budget = ThinkingBudget(markers.start_ids, markers.end_ids, 2, prompt, vocab_size=512)
+    text_of = tokenizer.pieces(skip_special_tokens=False).shown
+    budget = ThinkingBudget(markers.texts, markers.end_ids, 2, prompt, 512, text_of)
     for token in tokenizer.encode(f"{ANALYSIS}ab"):
         assert budget.mask() is None
         budget.accept(token)

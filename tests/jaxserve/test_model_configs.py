@@ -342,7 +342,7 @@ def test_all_problems_come_in_one_error() -> None:
         ("LlamaForCausalLM", {"layer_types": ["sliding_attention"] * 6}, "expected full_attention in every layer"),
         ("MistralForCausalLM", {"layer_types": ["full_attention"] * 6}, "expected sliding_attention in every layer"),
         ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window: expected an integer from 1"),
-        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected a 0 or 1 for each of 6 layers"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "no_rope_layers: expected 6 entries, one per layer, got 2"),
         ("LlamaForCausalLM", {"hidden_act": 3}, "hidden_act: expected a string, got 3"),
         ("LlamaForCausalLM", {"hidden_size": 10**400}, r"hidden_size: .* got 1000+\.\.\."),
         ("LlamaForCausalLM", {"rope_theta": 10**400}, r"rope_theta: expected a number above 0, got 1000+\.\.\."),

@@ -7,14 +7,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from jaxserve import SamplingParams
+from jaxserve import LLM, SamplingParams
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.build import EnginePlan
 from jaxserve.engine.model_defaults import default_sampling_params, eos_token_ids, generation_defaults
 from jaxserve.models.registry import FAMILIES, config_from_hf
 from jaxserve.text.tokenizer import Tokenizer
-from tests.random_checkpoint import DEEPSEEK, LLAMA
+from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint_with_tokenizer
 
 GPT2: dict[str, Any] = {"n_embd": 4096, "n_head": 4, "n_layer": 2, "n_positions": 64}
 
@@ -84,6 +84,15 @@ def ends(directory: Path, file: dict[str, Any] | None, fields: dict[str, Any], o
 def test_end_tokens_are_those_of_the_files(name: str, tmp_path: Path) -> None:
     file, fields, own, expected = ENDS[name]
     assert ends(tmp_path, file, fields, own) == expected
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    write_checkpoint_with_tokenizer(tmp_path, LLAMA, 0)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(
+        ConfigError, match=r"the tokenizer has \d+ tokens, but the model has only 51 \(vocab_size in con"
+    ):
+        LLM(str(tmp_path))
 
 
 def test_end_tokens_beyond_the_vocabulary_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -23,6 +23,7 @@ TOOLS: list[dict[str, Any]] = [
 TAGS = "<function=f>\n<parameter=a>\nWORD\n</parameter>\n<parameter=n>\n2\n</parameter>\n</function>"
 JSON = '{"name": "f", "arguments": {"a": "WORD", "n": 2}}'
 PARAMETERS = '{"name": "f", "parameters": {"a": "WORD", "n": 2}}'
+COHERE = '{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": "WORD", "n": 2}}'
 ARGUMENTS = '{"a": "WORD", "n": 2}'
 PYTHON = '[f(a="WORD", n=2)]'
 CALLS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -54,7 +55,13 @@ CALLS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "<tool_calls><tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>WORD</arg_value><arg_key>n</arg_key>"
             "<arg_value>2</arg_value></tool_call></tool_calls>",
         ),
+        "apertus": (f'<|tools_prefix|>[{{"f": {ARGUMENTS}}}]<|tools_suffix|>',),
+        "cohere_command3": (f"<|START_ACTION|>[{COHERE}]<|END_ACTION|>",),
+        "gemma4": ('<|tool_call>call:f{a:<|"|>WORD<|"|>,n:2}<tool_call|>',),
+        "granite": (f"<|tool_call|>[{JSON}]", f"<tool_call>\n{JSON}\n</tool_call>", f"[{JSON}]"),
         "hunyuan_a13b": (f"<tool_calls>[{JSON}]</tool_calls>",),
+        "olmo3": ('<function_calls>\nf(a="WORD", n=2)\n</function_calls>',),
+        "phi4_mini_json": (f"functools[{JSON}]", f"<|tool_call|>[{JSON}]<|/tool_call|>"),
         "minimax_m2": (
             '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">WORD</parameter>\n<parameter name="n">2'
             "</parameter>\n</invoke>\n</minimax:tool_call>",
@@ -74,13 +81,24 @@ CALLS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-REASONING = (None, "deepseek_r1", "mistral", "openai_gptoss", "qwen3", "seed_oss", "think")
+REASONING = (None, "deepseek_r1", "openai_gptoss", "qwen3", "think")
+OWN_TOOLS = {
+    "cohere_command3": "cohere_command3",
+    "ernie45": "hermes",
+    "gemma4": "gemma4",
+    "granite": "granite",
+    "hunyuan_a13b": "hunyuan_a13b",
+    "mistral": "mistral",
+    "seed_oss": "seed_oss",
+}
+"""Other spellings of tags, each with its model's tool calls."""
 
 
 def pairs() -> Iterator[tuple[str | None, str]]:
-    """All pairs of formats that the configuration allows."""
+    """Pairs of formats that the configuration allows."""
+    yield from OWN_TOOLS.items()
     for reasoning, tools in itertools.product(REASONING, CALLS):
-        if tools != "openai" or reasoning in (None, "openai_gptoss"):
+        if TOOL_FORMATS[tools].reasoning in (None, reasoning) or reasoning is None:
             yield reasoning, tools
 
 
@@ -139,7 +157,9 @@ def test_a_call_in_open_reasoning_is_a_call_however_it_is_cut(reasoning: str, to
         assert streamed(make_parser(reasoning, tools), list(text)) == whole
 
 
-@pytest.mark.parametrize(("reasoning", "tools"), [pair for pair in pairs() if pair[1] != "openai" and pair[0]])
+@pytest.mark.parametrize(
+    ("reasoning", "tools"), [pair for pair in pairs() if pair[1] not in ("openai", "gemma4") and pair[0]]
+)
 def test_other_markers_in_reasoning_are_reasoning(reasoning: str, tools: str) -> None:
     for written in CALLS[tools]:
         for text, options in [
@@ -164,6 +184,8 @@ def test_every_prefix_keeps_every_word(reasoning: str | None, tools: str) -> Non
 
 
 PARTS = ["WORD", "\n", " ", "{", "}", '"', "</parameter>", "</tool_call>", "<think>", "</think>", "<|end|>", "f(a="]
+WRAPPERS = ("<answer>", "</answer>", "<response>", "</response>", "<|START_RESPONSE|>", "<|END_RESPONSE|>", "thought\n")
+PARTS += [*WRAPPERS, "Here is my response:", "<|channel>", "<channel|>", "<|START_THINKING|>", "<|END_THINKING|>"]
 PARTS += ["<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>", "<|python_end|>", "<tool_call>", "<function=f>"]
 
 
@@ -188,9 +210,11 @@ def test_any_text_gives_the_same_in_any_cut(
     assert streamed(make_parser(reasoning, tools, prompt_ends_in_reasoning=is_inside), pieces) == whole
     kept = kept_text(whole)
     assert all(word in kept for word in words)
-    if not whole.tool_calls and chosen_reasoning(reasoning, tools) != "openai_gptoss":
-        format = REASONING_FORMATS[reasoning] if reasoning else None
-        tags = [re.escape(tag) for tag in (format.start_text, format.end_text)] if format else []
+    chosen = chosen_reasoning(reasoning, tools)
+    if not whole.tool_calls and chosen != "openai_gptoss":
+        format = REASONING_FORMATS[chosen] if chosen else None
+        spoken = (format.start_text, format.end_text, *WRAPPERS) if format else ()
+        tags = [re.escape(tag) for tag in spoken]
         given = "".join(sorted(re.sub("|".join(tags), "", text) if tags else text))
         got = "".join(sorted(re.sub("|".join(tags), "", (whole.reasoning or "") + (whole.content or ""))))
         assert given.replace("\n", "").replace(" ", "") == got.replace("\n", "").replace(" ", "")
@@ -198,4 +222,4 @@ def test_any_text_gives_the_same_in_any_cut(
 
 def test_every_format_is_tried() -> None:
     assert {TOOL_FORMATS[name] for name in CALLS} == set(TOOL_FORMATS.values())
-    assert {REASONING_FORMATS[name] for name in REASONING if name} == set(REASONING_FORMATS.values())
+    assert {REASONING_FORMATS[name] for name in (*REASONING, *OWN_TOOLS) if name} == set(REASONING_FORMATS.values())

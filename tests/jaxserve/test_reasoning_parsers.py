@@ -16,6 +16,9 @@ from jaxserve.parsers.source import MAX_HELD_LENGTH, Source
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "</think>"}}\n</tool_call>'
 
 
+COHERE = "<|START_THINKING|>Hm.<|END_THINKING|>"
+
+
 class Case(NamedTuple):
     """An answer, whether its prompt ends in reasoning, and what is in it."""
 
@@ -53,6 +56,20 @@ CASES = [
     Case("mistral", "[THINK]Hm.[/THINK]Yes.", None, "Hm.", "Yes."),
     Case("minimax_m2", "Hm.</think>Yes.", True, "Hm.", "Yes."),
     Case("glm45", "<think>Hm.</think>Yes.", None, "Hm.", "Yes."),
+    Case("ernie45", "Hm.\n</think>\n\n<response>\nYes.\n</response>\n", None, "Hm.\n", "Yes."),
+    Case("ernie45", "Hm.</think>Yes </response>", None, "Hm.", "Yes </response>"),
+    Case("hunyuan_a13b", "<think>\nHm.\n</think>\n<answer>\nYes.\n</answer>", None, "\nHm.\n", "Yes."),
+    Case("hunyuan_a13b", "<answer>Yes.</answer>", False, None, "Yes."),
+    Case("hunyuan_a13b", "<think>Hm.</think>\nYes.", None, "Hm.", "\nYes."),
+    Case("hunyuan_a13b", "Use <answer> and </answer>", None, None, "Use <answer> and </answer>"),
+    Case("cohere_command3", f"{COHERE}<|START_RESPONSE|>Yes.<|END_RESPONSE|>", None, "Hm.", "Yes."),
+    Case("cohere_command4", f"{COHERE}\n<|START_TEXT|>Yes.<|END_TEXT|>", None, "Hm.", "Yes."),
+    Case("cohere_command3", "Yes.<|END_RESPONSE|>", False, None, "Yes."),
+    Case("gemma4", "<|channel>thought\nHm.\n<channel|>Yes.", None, "Hm.\n", "Yes."),
+    Case("gemma4", "<|channel>thought\n<channel|>Yes.", None, None, "Yes."),
+    Case("gemma4", "<|channel>thoughts<channel|>Yes.", None, "thoughts", "Yes."),
+    Case("gemma4", "Hm.<channel|>Yes.", True, "Hm.", "Yes."),
+    Case("granite", "Here is my thought process: Hm.\n\nHere is my response: Yes.", None, " Hm.\n\n", " Yes."),
     Case("think", "<think>a</think>B<think>c</think>D", None, "ac", "BD"),
     Case("think", "A <think>b", None, "b", "A "),
     Case("think", "a</think>B", True, "a", "B"),
@@ -152,7 +169,7 @@ def test_where_prompts_end() -> None:
 def test_names_and_tags() -> None:
     for name in ("deepseek_r1", "deepseek_v3", "qwen3", "think"):
         assert (reasoning_parser(name).start_text, reasoning_parser(name).end_text) == ("<think>", "</think>")
-    names = r"\['deepseek_r1', 'deepseek_v3', 'ernie45', .*, 'qwen3', 'seed_oss', 'think'\]"
+    names = r"\['cohere_command3', .*, 'deepseek_v3', 'ernie45', .*, 'qwen3', 'seed_oss', 'think'\]"
     expected = f"reasoning_parser must be one of {names}, got 'qwen'; did you mean 'qwen3'"
     with pytest.raises(ConfigError, match=expected):
         MessageParser("qwen")
@@ -209,6 +226,17 @@ def test_calls_inside_reasoning(case: Inside) -> None:
     for seed in range(10):
         found = streamed(with_tools(make_id=lambda: "0"), groupings(case.text, seed))
         assert (found.reasoning, found.content, len(found.tool_calls)) == case[1:]
+
+
+def test_a_call_of_gemma_ends_its_reasoning_within_a_line() -> None:
+    call = "<|tool_call>call:f{a:1}<tool_call|>"
+    for seed in range(10):
+        parser = with_tools("gemma4", "gemma4", prompt_ends_in_reasoning=None)
+        message = streamed(parser, groupings(f"<|channel>thought\nI call it.{call}<channel|>Done.", seed))
+        assert (message.reasoning, message.content) == ("I call it.", "Done.")
+        assert message.tool_calls[0].arguments == '{"a": 1}'
+    without = with_tools("gemma4", "gemma4", tool_choice="none").parse(f"Hm. {call}<channel|>Done.")
+    assert (without.reasoning, without.content) == (f"Hm. {call}", "Done.")
 
 
 def test_a_call_that_the_prompt_puts_inside_a_line_is_reasoning() -> None:
@@ -285,6 +313,13 @@ PROMPTS = [
     ("qwen3", "[INST] <think> [/INST]", None),
     ("qwen3", "<start_of_turn>user\n<think><end_of_turn>\n<start_of_turn>model\n", None),
     ("qwen3", "user: <think>?\nassistant: <think>\nFirst", True),
+    ("cohere_command3", "<|USER_TOKEN|>?<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|>", True),
+    ("cohere_command3", f"<|USER_TOKEN|>?<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{COHERE}<|START_RESPONSE|>", False),
+    ("cohere_command3", "<|USER_TOKEN|>?<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", None),
+    ("gemma4", "<|turn>user\n?<turn|>\n<|turn>model\n", None),
+    ("gemma4", "<|turn>user\n?<turn|>\n<|turn>model\n<|channel>thought\n<channel|>", False),
+    ("gemma4", "<|turn>model\n<|channel>thought\n", True),
+    ("gemma4", "<|turn>model\n<|tool_call>call:f{}<tool_call|><|tool_response>response:f{}<tool_response|>", None),
     ("openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>User asks", True),
     ("openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>a<|end|><|start|>assistant", None),
     ("openai_gptoss", "<|start|>assistant<|channel|>final<|message|>The answer", False),

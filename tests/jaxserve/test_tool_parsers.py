@@ -89,6 +89,13 @@ GLM = (
     "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>2</arg_value>\n</tool_call>"
 )
+WEATHER_CALL, BOTH = ("get_weather", WEATHER), [("get_weather", WEATHER), ("now", "{}")]
+PLAIN = f'{{"name": "get_weather", "arguments": {WEATHER}}}'
+COHERE = f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {WEATHER}}}'
+OLMO, OLMO_WORDS = 'get_weather(city="Zürich", days=2)', '{"a": null, "b": true, "c": null, "d": "x"}'
+GEMMA = '<|tool_call>call:get_weather{city:<|"|>Zürich<|"|>,days:2}<tool_call|>'
+GEMMA_NESTED = '{a:{b:[<|"|>x, y<|"|>,{c:null}],d:{}},e:[],f:-2.5,g:true,h:bare word }'
+GEMMA_AS_JSON = '{"a": {"b": ["x, y", {"c": null}], "d": {}}, "e": [], "f": -2.5, "g": true, "h": "bare word"}'
 
 
 def coder(*parameters: tuple[str, str]) -> str:
@@ -282,6 +289,56 @@ CASES = [
         [("now", "{}"), ("f", '{"a": "x"}')],
     ),
     Case("ernie45", HERMES, None, [("get_weather", WEATHER)]),
+    # ---- Lists between markers
+    Case("hunyuan_a13b", f"A <tool_calls>{PLAIN}</tool_calls> B", "A B", [("get_weather", WEATHER)]),
+    Case("apertus", f'A <|tools_prefix|>[{{"get_weather": {WEATHER}}}, {{"now": {{}}}}]<|tools_suffix|>', "A", BOTH),
+    Case("apertus", '<|tools_prefix|>[{"now": null}]<|tools_suffix|> B', " B", [("now", "{}")]),
+    Case("apertus", "<|tools_prefix|>[no]<|tools_suffix|>", "<|tools_prefix|>[no]<|tools_suffix|>", []),
+    Case("apertus", '<|tools_prefix|>[{"now": {"a": 1', None, [("now", '{"a": 1…')]),
+    Case(
+        "cohere_command3", f"A <|START_ACTION|>[\n    {COHERE},\n    {COHERE}\n]<|END_ACTION|>", "A", [WEATHER_CALL] * 2
+    ),
+    Case("cohere_command4", f"<|START_ACTION|>{COHERE}<|END_ACTION|>", None, [WEATHER_CALL]),
+    Case("cohere_command3", f"<|START_ACTION|>[{PLAIN}]", f"<|START_ACTION|>[{PLAIN}]", []),
+    Case("granite", f"<|tool_call|>[{PLAIN}, {PLAIN}]", None, [WEATHER_CALL] * 2),
+    Case("granite", f"[{PLAIN}]", None, [WEATHER_CALL]),
+    Case("granite", "[1, 2]", "[1, 2]", []),
+    Case(
+        "granite4",
+        f"A\n<tool_call>\n{PLAIN}\n</tool_call>\n<tool_call>{PLAIN}</tool_call> B",
+        "A B",
+        [WEATHER_CALL] * 2,
+    ),
+    Case(
+        "granite4",
+        f"<tool_call>{PLAIN}</tool_call> <tool_call>no</tool_call>",
+        " <tool_call>no</tool_call>",
+        [WEATHER_CALL],
+    ),
+    Case("phi4_mini_json", f"functools[{PLAIN}, {PLAIN}]", None, [WEATHER_CALL] * 2),
+    Case("phi4_mini_json", f"<|tool_call|>[{PLAIN}]<|/tool_call|>", None, [WEATHER_CALL]),
+    Case("phi4_mini_json", "import functools [x]", "import functools [x]", []),
+    Case("poolside_v1", GLM, None, [WEATHER_CALL]),
+    # ---- OLMo 3
+    Case("olmo3", f"A\n<function_calls>\n{OLMO}\nnow()\n</function_calls>\n", "A", BOTH),
+    Case("olmo3", "<function_calls>f(a=null, b=true, c=None, d='x')</function_calls> B", " B", [("f", OLMO_WORDS)]),
+    Case("olmo3", f"<function_calls>{OLMO}\nand", "\nand", [WEATHER_CALL]),
+    Case("olmo3", "<function_calls>no</function_calls>", "<function_calls>no</function_calls>", []),
+    Case("olmo3", f"<function_calls>{OLMO}\nnow(a=[1", None, [WEATHER_CALL, ("now", '{"a": [1…')]),
+    # ---- Gemma 4
+    Case("gemma4", f"A {GEMMA}<|tool_call>call:now{{}}<tool_call|>", "A", BOTH),
+    Case("gemma4", f"<|tool_call>call:f{GEMMA_NESTED}<tool_call|> B", " B", [("f", GEMMA_AS_JSON)]),
+    Case(
+        "gemma4",
+        '<|tool_call>call:f{<|"|>a b<|"|>:1,c-d:<|"|>}<|"|>}<tool_call|>',
+        None,
+        [("f", '{"a b": 1, "c-d": "}"}')],
+    ),
+    Case("gemma4", "<|tool_call>call:f{a:1<tool_call|> B", " B", [("f", '{"a": 1…')]),
+    Case("gemma4", "<|tool_call>call:f{oops} B", "oops} B", [("f", "{…")]),
+    Case("gemma4", '<|tool_call>call:f{a:<|"|>b "c', None, [("f", '{"a": "b \\"c…')]),
+    Case("gemma4", "<|tool_call>call:f{ab", None, [("f", '{"ab…')]),
+    Case("gemma4", "<|tool_call>what<tool_call|>", "<|tool_call>what<tool_call|>", []),
     Case(
         "hunyuan_a13b",
         f'A <tool_calls>[{{"name": "get_weather", "arguments": {WEATHER}}}, {{"name": "now", "arguments": {{}}}}]'
@@ -949,7 +1006,7 @@ def test_names_of_formats() -> None:
     assert tool_parser("qwen3_coder") is tool_parser("qwen3")
     assert tool_parser("deepseek_v31") is tool_parser("deepseek_v3")
     with pytest.raises(
-        ConfigError, match=r"tool_call_parser must be one of \['deepseek_v3', .*'; did you mean 'llama3_json'\?"
+        ConfigError, match=r"tool_call_parser must be one of \['apertus', .*'; did you mean 'llama3_json'\?"
     ):
         tool_parser("llama3")
     with pytest.raises(ConfigError, match="got 'zzz'$"):

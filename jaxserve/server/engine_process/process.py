@@ -178,7 +178,8 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> Loop:
 
     def describe() -> EngineInfo:
         model = _model(resharder.started, resharder.config)
-        info = EngineInfo(model, fields, max_output_tokens(start.engine_arguments, fields), chat_template=template)
+        limit = max_output_tokens(start.engine_arguments, fields)
+        info = EngineInfo(model, fields, limit, chat_template=template, parsers=started.parsers)
         if tokenizer is None:
             return info
         named = {"chat_templates": tokenizer.chat_templates, "special_tokens": tokenizer.special_tokens}

@@ -1,5 +1,6 @@
 """Real config.json files: each is planned by the engine, without weights, or refused by name with the reason."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxserve.device import memory
 from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.lab.plan.plan import plan as plan_mesh
 from jaxserve.models.loading import read_model_config
+from tests.published_models import PUBLISHED
 
 PARAMETERS = {
     "baichuan-7b": 7.00e9,
@@ -35,6 +37,7 @@ REFUSED = {
     "pythia-410m": "architecture GPTNeoXForSequenceClassification is not supported; supported: ",
     "qwen3.5-25b-a3b-moe": "architecture Qwen3_5MoeForConditionalGeneration is not supported; supported: ",
 }
+QUICK = ("Gemma 3 4B", "Qwen2.5-VL-7B", "Ministral 3 3B", "ERNIE 4.5 0.3B", "Granite 4.0 Micro 3B")
 LARGE = {"deepseek-r1": (671.0e9, 61), "kimi-k2": (1026.4e9, 61)}
 """Parameters without the layer for multi-token prediction, and layers with latents."""
 
@@ -84,3 +87,15 @@ def test_models_with_latents_are_planned_for_16_devices(folder: str, shared_data
     planned = plan_mesh(directory, "tensor=16", device="h200", hosts=2, max_model_len=2048, dtype="bfloat16")
     (stage,) = planned.stages
     assert stage.weights / 2 == pytest.approx(LARGE[folder][0] / 16, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in PUBLISHED]
+)
+def test_published_sizes_are_planned(name: str, tmp_path: Path) -> None:
+    """Families of which no config.json is in the data."""
+    published = PUBLISHED[name]
+    raw = {**published.fields} if published.outer is None else {"text_config": published.fields, **published.outer}
+    config = {"architectures": [published.architecture], "dtype": "bfloat16", "vision_config": {}, **raw}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan(tmp_path).needs.weights / 2e9 == pytest.approx(published.billions, rel=0.01)

@@ -13,8 +13,9 @@ from jaxserve.api.outputs import CompletionOutput, FinishReason, RequestMetrics,
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_params import check_against
+from jaxserve.parsers import ParserNames
 from jaxserve.server.engine_client import EngineClient
-from jaxserve.server.frontend import Frontend, ParserNames, sampling_params
+from jaxserve.server.frontend import Frontend, sampling_params
 from jaxserve.server.http_api.app import make_app
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.settings import ServerConfig
@@ -52,6 +53,7 @@ class FakeEngine(EngineClient):
         self.cancelled: list[str] = []
         self.dead: Exception | None = None
         self.default_fields: dict[str, Any] = {}
+        self.parsers = ParserNames()
         self.vector = [0.5, -0.25]
         self.num_cached = 1
 
@@ -60,7 +62,7 @@ class FakeEngine(EngineClient):
         """What runs."""
         if self.dead is not None:
             raise self.dead
-        return EngineInfo(model=MODEL, default_fields=self.default_fields)
+        return EngineInfo(model=MODEL, default_fields=self.default_fields, parsers=self.parsers)
 
     async def generate(self, request: Request, *, is_waiting: bool = False) -> AsyncGenerator[RequestOutput, None]:
         """Outputs until the request ends."""
@@ -223,7 +225,8 @@ def make_server(
 ) -> "Server":
     """An open server over an engine."""
     engine = engine or FakeEngine()
-    frontend = Frontend(ServerConfig(**settings), engine, "tiny", parsers or ParserNames())
+    engine.parsers = parsers or ParserNames()
+    frontend = Frontend(ServerConfig(**settings), engine, "tiny")
     frontend.ledger.open(limit)
     return Server(frontend, engine)
 

@@ -24,6 +24,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.client import AdminClient, AsyncClient, Client, Prompt
 from jaxserve.client.failures import error_of
 from jaxserve.client.requests import generate_request
+from jaxserve.parsers import ParserNames
 from jaxserve.parsers.message import MessageDelta, ParsedMessage
 from jaxserve.server.errors import (
     NotImplementedRequestError,
@@ -32,7 +33,6 @@ from jaxserve.server.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from jaxserve.server.frontend import ParserNames
 from jaxserve.server.proto_codec import given_fields
 from tests.conftest import REPOSITORY
 from tests.grpc_servers import Serving, run, serving

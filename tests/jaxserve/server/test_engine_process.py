@@ -24,6 +24,7 @@ from jaxserve.api.outputs import CompletionOutput
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
+from jaxserve.parsers import ParserNames
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
@@ -80,7 +81,7 @@ def client(run: Run, switches: Path) -> Iterator[EngineClient]:
     settings = {"chat_template_timeout": 1.0}
     with pytest.MonkeyPatch.context() as patch:
         inject(patch, switches)
-        with running(run, {"scheduling_policy": "priority"}, **settings) as made:
+        with running(run, {"scheduling_policy": "priority", "tool_call_parser": "auto"}, **settings) as made:
             yield made
 
 
@@ -153,6 +154,7 @@ def test_the_client_says_what_runs(client: EngineClient) -> None:
     assert model.attention_backend and model.dtype and model.kv_cache.num_pages * 64 >= 1024
     assert sum(line.size_bytes for line in model.memory) > model.kv_cache.size_bytes > 0
     assert "KV pages" in [line.name for line in model.memory]
+    assert client.info.parsers == ParserNames(None, "llama3_json")
 
 
 @pytest.mark.slow  # test_llm.py has it in this process, and the shared engine compiles nothing while it serves

@@ -8,9 +8,9 @@ import grpc.aio
 import pytest
 
 from jaxserve.api.errors import RequestError
+from jaxserve.parsers import ParserNames
 from jaxserve.reshard.resharding import ReshardReport
 from jaxserve.server.auth import Caller
-from jaxserve.server.frontend import ParserNames
 from jaxserve.server.proto.jaxserve.v1 import (
     admin_pb2,
     admin_pb2_grpc,

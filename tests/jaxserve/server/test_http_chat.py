@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request
-from jaxserve.server.frontend import ParserNames
+from jaxserve.parsers import ParserNames
 from jaxserve.text.content_format import convert_content
 from tests.jaxserve.server.http_fakes import CHAT, Answer, FakeEngine, make_server
 

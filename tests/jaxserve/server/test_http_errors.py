@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from starlette.routing import Route
 
 from jaxserve.api.errors import DeadlineError, EngineDeadError, OverloadedError, RequestError, RequestFailedError
+from jaxserve.parsers import ParserNames
 from jaxserve.server.errors import UnavailableError
-from jaxserve.server.frontend import ParserNames
 from jaxserve.server.http_api.fields import MAX_NESTING
 from tests.jaxserve.server.http_fakes import CHAT, FakeEngine, Server, make_server
 

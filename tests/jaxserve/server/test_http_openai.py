@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxserve.api.errors import OverloadedError, RequestFailedError
-from jaxserve.server.frontend import ParserNames
+from jaxserve.parsers import ParserNames
 from tests.jaxserve.server.http_fakes import CHAT, FakeEngine, Server, make_server
 from tests.jaxserve.server.threaded_server import threaded_server
 

@@ -12,6 +12,7 @@ from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
+from jaxserve.parsers import ParserNames
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.wire import (
     HEADER,
@@ -150,6 +151,7 @@ def test_the_engine_s_description_comes_through() -> None:
         {"default": "{{ 1 }}"},
         None,
         {"bos_token": "<s>"},
+        ParserNames("qwen3", "hermes"),
     )
     assert carried(info) == info
 

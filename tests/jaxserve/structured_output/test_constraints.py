@@ -89,6 +89,12 @@ def forced_by_rule(tokens: list[int], budget: int) -> int | None:
     return END[max(written, default=0)]
 
 
+def thinking_budget(budget: int, prompt: list[int]) -> ThinkingBudget:
+    """The budget, where the text of a token is a character."""
+    start, end = ("".join(map(chr, part)) for part in (START, END))
+    return ThinkingBudget((start, end), END, budget, prompt, VOCAB_SIZE, chr)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_thinking_budget_forces_what_the_rule_forces(seed: int) -> None:
     """Sections begin in prompt and output, end by themselves, begin again, and hold parts of the end sequence."""
@@ -96,7 +102,7 @@ def test_thinking_budget_forces_what_the_rule_forces(seed: int) -> None:
     pool = [*START * 2, *END, 5]
     budget = generator.randrange(6)
     tokens = [generator.choice(pool) for _ in range(generator.randrange(8))]
-    constraint = ThinkingBudget(START, END, budget, tokens, VOCAB_SIZE)
+    constraint = thinking_budget(budget, tokens)
     for _ in range(200):
         forced = forced_by_rule(tokens, budget)
         mask = constraint.mask()
@@ -109,13 +115,33 @@ def test_thinking_budget_forces_what_the_rule_forces(seed: int) -> None:
 @pytest.mark.parametrize("budget", [0, 1, 5])
 def test_a_thinking_section_has_its_budget_and_no_more(budget: int) -> None:
     """The prompt opens the section, as chat templates do."""
-    constraint = ThinkingBudget(START, END, budget, [1, *START], VOCAB_SIZE)
+    constraint = thinking_budget(budget, [1, *START])
     output: list[int] = []
     while len(output) < budget + len(END):
         output.append(min(allowed(constraint.mask())))
         constraint.accept(output[-1])
     assert output == [0] * budget + END
     assert constraint.mask() is None
+
+
+def test_marks_of_a_thinking_section_may_share_tokens_with_other_text() -> None:
+    texts = {1: "<think", 2: ">\n", 3: "Hm.", 4: "\n</", 5: "think>\n\n"}
+    for prompt in ([1, 2], [3, 1, 2]):
+        constraint = ThinkingBudget(
+            ("<think>", "</think>"), [8, 9], 2, prompt, VOCAB_SIZE, lambda one: texts.get(one, "x")
+        )
+        assert constraint.mask() is None
+        constraint.accept(3)
+        assert constraint.mask() is None
+        constraint.accept(3)
+        assert allowed(constraint.mask()) == {8}
+        constraint.accept(4)
+        constraint.accept(5)
+        assert constraint.mask() is None
+        for token in (3, 1, 2, 3, 3):
+            assert constraint.mask() is None
+            constraint.accept(token)
+        assert allowed(constraint.mask()) == {8}
 
 
 def test_all_of_takes_what_all_allow() -> None:

@@ -19,6 +19,7 @@ from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 OPEN, CLOSE = (5,), (6, 7)
 MARKS = ReasoningMarkers("qwen3", OPEN, CLOSE)
+TEXTS = {5: "<think>", 6: "</", 7: "think>", 8: "think>\n\n"}
 CHOICE = SamplingParams(
     temperature=0.0, max_tokens=40, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
 )
@@ -40,6 +41,11 @@ class Rule:
         return token == 2
 
 
+def after(rule: Rule, is_open: bool | None) -> AfterReasoning:
+    """The rule after the reasoning."""
+    return AfterReasoning(rule, Reasoning(MARKS, is_open), lambda token: TEXTS.get(token, "x"))
+
+
 def bits(mask: bytes | None) -> set[int] | None:
     """Ids whose bit is set; None where there is no mask."""
     if mask is None:
@@ -49,7 +55,7 @@ def bits(mask: bytes | None) -> set[int] | None:
 
 def test_the_rule_waits_for_the_end_of_the_reasoning() -> None:
     rule = Rule()
-    constraint = AfterReasoning(rule, Reasoning(MARKS, True))
+    constraint = after(rule, True)
     for token in (1, 2, 6, 5, 7, 6, 6, 7):  # only 6 and then 7 end it
         assert constraint.mask() is None
         assert constraint.accept(token) is False
@@ -59,12 +65,20 @@ def test_the_rule_waits_for_the_end_of_the_reasoning() -> None:
     assert rule.taken == [1, 2]
 
 
+def test_the_end_of_the_reasoning_may_share_a_token_with_what_follows() -> None:
+    constraint = after(Rule(), True)
+    for token in (1, 6, 8):
+        assert constraint.mask() is None
+        assert constraint.accept(token) is False
+    assert bits(constraint.mask()) == {1, 2}
+
+
 def test_the_first_token_says_whether_there_is_reasoning() -> None:
-    constraint = AfterReasoning(Rule(), Reasoning(MARKS, None))
+    constraint = after(Rule(), None)
     assert bits(constraint.mask()) == {1, 2, 5}
     assert constraint.accept(5) is False and constraint.mask() is None
     assert not any(constraint.accept(token) for token in (2, 6, 7)) and bits(constraint.mask()) == {1, 2}
-    plain = AfterReasoning(Rule(), Reasoning(MARKS, None))
+    plain = after(Rule(), None)
     assert plain.accept(1) is False and bits(plain.mask()) == {1, 2}
     assert plain.accept(2) is True
 

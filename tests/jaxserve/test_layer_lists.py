@@ -1,0 +1,82 @@
+"""Fields of config.json that contradict each other or name unknown kinds: one error lists all, for every family."""
+
+from typing import Any
+
+import pytest
+
+from jaxserve.api.errors import ConfigError
+from jaxserve.models.registry import FAMILIES, config_from_hf
+from tests.random_checkpoint import DEEPSEEK
+
+ATTENTION = ["full_attention"] * 2
+FIELDS: dict[str, Any] = {
+    **DEEPSEEK,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "layer_types": ATTENTION,
+    "hidden_size": 4096,
+    "sliding_window": None,
+}
+OWN_FIELDS = {"GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM", "OPTForCausalLM"}
+OWN_FIELDS |= {"Llama4ForCausalLM"}
+ROTARY = [name for name in FAMILIES if name not in OWN_FIELDS]
+
+
+def problems(architecture: str, **fields: Any) -> list[str]:
+    """The lines of the error; none if there is no error."""
+    try:
+        config_from_hf({**FIELDS, "architectures": [architecture], **fields}, "config.json")
+    except ConfigError as error:
+        return [line.strip() for line in str(error).splitlines()[1:]]
+    return []
+
+
+@pytest.mark.parametrize("architecture", ROTARY)
+def test_layers_and_rotary_embeddings_of_every_family(architecture: str) -> None:
+    assert problems(architecture) == []
+    scaling = {"type": "xpos"}
+    found = problems(architecture, layer_types=["full_attention", "hyena", {}], rope_scaling=scaling)
+    assert [line for line in found if line.startswith("layer_types: expected") and line.endswith("got hyena, {}")]
+    assert "layer_types: expected 2 entries, one per layer, got 3" in found
+    assert [line for line in found if line.startswith("rope_scaling.type: expected one of default, ")]
+    assert len(found) == len({*found}) == 3
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "expected"),
+    [
+        ("SmolLM3", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers: expected 2 entries, one per layer, got 3"),
+        ("SmolLM3", {"no_rope_layers": [1, 2]}, "no_rope_layers: expected 0 or 1, got 2"),
+        ("Llama4", {"no_rope_layers": [1] * 3}, "no_rope_layers: expected 2 entries, one per layer, got 3"),
+        ("Llama4", {"moe_layers": [1, 2]}, "moe_layers: expected indices of layers, 0 to 1, got 2"),
+        ("Qwen3Moe", {"mlp_only_layers": [7, "a"]}, "mlp_only_layers: expected indices of layers, 0 to 1, got 7, a"),
+        ("HYV3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected 2 entries, one per layer, got 1"),
+        ("Glm4MoeLite", {"mlp_layer_types": ["dense", []]}, "mlp_layer_types: expected dense or sparse, got []"),
+        ("MiniMaxM2", {"attn_type_list": [1, 0]}, "attn_type_list: expected 1, got 0"),
+        ("HunYuanMoEV1", {"moe_topk": [2]}, "moe_topk: expected 2 entries, one per layer, got 1"),
+        ("HunYuanMoEV1", {"moe_topk": [2, 1]}, "moe_topk: expected the same number for every layer, got 2, 1"),
+        ("Gemma4", {"per_layer_config": {"2": {}}}, "per_layer_config.2: expected the index of a layer, 0 to 1"),
+        (
+            "Gemma4",
+            {"per_layer_config": {"0": {"sliding_window": 4}}},
+            "per_layer_config.0.sliding_window: expected only head_dim and num_key_value_heads to differ by layer",
+        ),
+        (
+            "Gemma4",
+            {"num_kv_shared_layers": 2},
+            "num_kv_shared_layers: with 2, layers share keys and values that no layer has",
+        ),
+        ("MiniMaxM2", {"scoring_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
+        ("Mellum", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected 2 entries, one per layer, got 1"),
+        ("Afmoe", {"scoring_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
+        ("Mixtral", {"scoring_func": "sigmoid"}, "scoring_func: expected softmax, got 'sigmoid'"),
+        ("Glm4Moe", {"topk_method": "greedy"}, "topk_method: expected noaux_tc, got 'greedy'"),
+    ],
+)
+def test_lists_and_routers_of_some_families(architecture: str, fields: dict[str, Any], expected: str) -> None:
+    assert problems(f"{architecture}ForCausalLM", **fields) == [expected]
+
+
+def test_layers_of_mamba_are_the_default_of_granite_hybrid() -> None:
+    (found,) = problems("GraniteMoeHybridForCausalLM", layer_types=None)
+    assert found.startswith("layer_types: expected attention in every layer, but it is missing")
