@@ -47,6 +47,19 @@ DEEPSEEK: dict[str, Any] = {
 }
 """One with latents and experts."""
 
+SHARING: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["Gemma4ForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "sliding_window": 5,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 51,
+}
+"""One whose last layers read the keys and values of others, with embeddings for each layer."""
+
 
 def write_checkpoint(directory: Path, config: dict[str, Any], seed: int) -> None:
     """Writes ``config.json`` and the tensors; the same for a seed."""

@@ -108,6 +108,8 @@ def gpt2_config() -> GPT2Config:
         hidden_size=16,
         num_layers=NUM_LAYERS,
         num_heads=4,
+        num_kv_heads=4,
+        is_transposed=True,
         ffn_size=24,
         norm_eps=1e-5,
         max_positions=64,

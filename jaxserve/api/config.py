@@ -98,14 +98,15 @@ class EngineConfig:
         logits_processors: Functions that change logits in the step (``LogitsProcessor``), or their ``module:name``.
         reasoning_parser: Format of the model's reasoning, for ``parse_message`` and ``thinking_token_budget``.
             Structured outputs start after the reasoning. ``auto``: that of the model's class if the chat template has
-            its tags, otherwise none. Or one of cohere_command3, cohere_command4, deepseek_r1, deepseek_v3, ernie45,
-            gemma4, glm45, glm47, granite, hunyuan_a13b, hy_v3, kimi_k2, minimax_m2, mistral, olmo3, openai_gptoss,
-            poolside_v1, qwen3, seed_oss and think.
+            its tags, otherwise none. Or one of apertus, cohere_command3, cohere_command4, deepseek_r1, deepseek_v3,
+            ernie45, gemma4, glm45, glm47, granite, hunyuan_a13b, hy_v3, kimi_k2, minimax_m2, mistral, olmo3,
+            openai_gptoss, poolside_v1, qwen3, seed_oss and think.
         tool_call_parser: Format of the model's tool calls, for ``parse_message``. ``auto``: that of the model's class,
             listed by ``jaxserve models``; of several, the one whose markers the chat template has. Or one of apertus,
-            cohere_command3, cohere_command4, deepseek_v3, deepseek_v31, ernie45, gemma4, glm45, glm47, granite,
-            granite4, hermes, hunyuan_a13b, hy_v3, kimi_k2, llama3_json, llama4_json, llama4_pythonic, minimax_m2,
-            mistral, olmo3, openai, phi4_mini_json, poolside_v1, pythonic, qwen3, qwen3_coder, qwen3_xml and seed_oss.
+            cohere_command3, cohere_command4, deepseek_v3, deepseek_v31, deepseek_v32, ernie45, gemma4, glm45, glm47,
+            granite, granite4, hermes, hunyuan_a13b, hy_v3, kimi_k2, llama3_json, llama4_json, llama4_pythonic,
+            minimax_m2, mistral, olmo3, openai, phi4_mini_json, poolside_v1, pythonic, qwen3, qwen3_coder, qwen3_xml and
+            seed_oss.
         attention_backend: Attention kernels: triton, mosaic, jax-triton, native, xla, pallas-interpret or
             mosaic-interpret; None uses the first that the device supports.
         kernels: ``native`` (CPU) or ``xla`` forces these kernels for all operations that have both, and fails if they

@@ -130,12 +130,13 @@ def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None, stage:
             continue
         sees_all = spec.window is None or (max_model_len is not None and spec.window >= max_model_len)
         layers_of[(None, False) if sees_all else (spec.window, spec.in_chunks)].append(layer)
+    homes = {specs[layer].home(layer) for layer in stage}
     size = _table_size([len(layers) for layers in layers_of.values()])
     indices, pools, spans = dict[int, KVIndices](), list[PoolKind](), list[tuple[int | None, bool]]()
     known = dict[tuple[PoolKind, int], int]()
     for span, layers in layers_of.items():
         num_tables = -(-len(layers) // size)
-        own = [layer for layer in layers if layer in stage]
+        own = [layer for layer in layers if layer in homes]
         share = -(-len(own) // num_tables)
         for table in range(num_tables):
             num_alike = collections.Counter[PoolKind]()

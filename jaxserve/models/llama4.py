@@ -15,7 +15,7 @@ from jaxserve.layers.sparse_mlp import ExpertNames, SharedExpert, SparseMLP
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_attention, build_decoder, build_layer
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder, read_layer_indices
+from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder, read_layer_indices, read_layer_list
 from jaxserve.models.hf_rope import RopeDefaults
 from jaxserve.models.smollm3 import read_rope_layers
 from jaxserve.models.sparse_decoder import SparseConfig, read_routing
@@ -76,7 +76,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> Llama4Config:
 def _read_chunks(fields: ConfigFields, rotates: Sequence[bool]) -> tuple[int | None, ...]:
     """Return the tokens of each layer's chunks: of those that ``layer_types`` names, or of those that rotate."""
     chunk = fields.nullable_integer("attention_chunk_size", _CHUNK)
-    types = fields.items("layer_types")
+    types = read_layer_list(fields, "layer_types", len(rotates), ("full_attention", "chunked_attention"))
     is_chunked = rotates if types is None else [each == "chunked_attention" for each in types]
     return tuple(chunk if each else None for each in is_chunked)
 

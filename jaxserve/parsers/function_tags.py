@@ -3,6 +3,8 @@ Coder, and other models' spellings of the same."""
 
 import json
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from jaxserve.parsers.call_reader import CallReader
@@ -23,7 +25,8 @@ class Tags(NamedTuple):
         separator: May follow such a name.
         parameter: Begins a parameter, before its key.
         key_end: Ends the key.
-        value: Begins the value, after a key of letters, digits and "_-./:"; empty: the end of the key does.
+        values: What begins the value, after a key of letters, digits and "_-./:", and the value's JSON types, None for
+            those of the schema; empty: the end of the key begins it.
         parameter_end: Ends the value.
         function_end: Ends the function.
     """
@@ -36,7 +39,7 @@ class Tags(NamedTuple):
     parameter_end: str
     function_end: str
     separator: str = ""
-    value: str = ""
+    values: Mapping[str, frozenset[str] | None] = MappingProxyType({})
 
     @property
     def value_ends(self) -> tuple[str, ...]:
@@ -62,13 +65,26 @@ MINIMAX = QWEN._replace(
     key_end='">',
     function_end="</invoke>",
 )
+DSML = QWEN._replace(
+    block=("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    function='<｜DSML｜invoke name="',
+    name_end='">',
+    parameter='<｜DSML｜parameter name="',
+    key_end='"',
+    values={
+        'string="true">': frozenset({"string"}),
+        'string="false">': frozenset({"null", "boolean", "integer", "number", "object", "array"}),
+    },
+    parameter_end="</｜DSML｜parameter>",
+    function_end="</｜DSML｜invoke>",
+)
 GLM = Tags(
     block=("<tool_calls>", "</tool_calls>"),
     function="<tool_call>",
     name_end=None,
     parameter="<arg_key>",
     key_end="</arg_key>",
-    value="<arg_value>",
+    values={"<arg_value>": None},
     parameter_end="</arg_value>",
     function_end="</tool_call>",
     separator="<tool_sep>",
@@ -148,17 +164,20 @@ class TagCallReader:
         else:
             self._reader.open(name)
         message.add_arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-        if self._tags.value:
-            yield from source.take(self._tags.value)
-        types = value_types(self._schemas.get(name, {}), key)
-        end = yield from self._read_value(types)
+        types = None
+        if self._tags.values:
+            start = yield from source.match([*self._tags.values])
+            if not start:
+                raise NotACall
+            types = self._tags.values[start]
+        end = yield from self._read_value(value_types(self._schemas.get(name, {}), key) if types is None else types)
         if not end:
             raise NotACall
         source.advance(len(end) if end == self._tags.parameter_end else 0)
 
     def _read_key(self) -> Reading[str]:
         source, end = self._reader.source, self._tags.key_end
-        if not self._tags.value:
+        if not self._tags.values:
             return (yield from source.read_name(end))
         key = yield from source.read_identifier()
         if not (yield from source.match([end])):

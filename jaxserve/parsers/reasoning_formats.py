@@ -64,6 +64,16 @@ class MistralReasoning(TagReasoning):
     has_special_markers: ClassVar[bool] = True
 
 
+class ApertusReasoning(TagReasoning):
+    """<|inner_prefix|>…<|inner_suffix|> anywhere, any number of times: Apertus. All markers are special tokens."""
+
+    start_text: ClassVar[str] = "<|inner_prefix|>"
+    end_text: ClassVar[str] = "<|inner_suffix|>"
+    call_texts: ClassVar[tuple[str, ...]] = ("<|tools_prefix|>",)
+    has_special_markers: ClassVar[bool] = True
+    is_repeated: ClassVar[bool] = True
+
+
 class CohereReasoning(TagReasoning):
     """<|START_THINKING|>…<|END_THINKING|>, then the content between <|START_RESPONSE|> and <|END_RESPONSE|>: Cohere.
 
@@ -95,6 +105,7 @@ class Gemma4Reasoning(TagReasoning):
 
 
 REASONING_FORMATS: Mapping[str, type[ReasoningFormat]] = {
+    "apertus": ApertusReasoning,
     "cohere_command3": CohereReasoning,
     "cohere_command4": CohereReasoning,
     "deepseek_r1": DeepSeekR1Reasoning,

@@ -41,6 +41,8 @@ class TagReasoning(ReasoningFormat):
         start, end = cls.start_text, cls.end_text
         if cls.is_repeated and start in turn:
             return turn.rfind(start) > turn.rfind(end)
+        if turn.rstrip().endswith(start):  # after a tool's response in the same turn
+            return True
         rest = turn.lstrip()
         while not rest.startswith(start) and (token := _SPECIAL_TOKEN.match(rest)):
             rest = rest[token.end() :]

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from jaxserve.parsers.call_object import CallObjectReader
 from jaxserve.parsers.call_reader import CallReader, Spellings
-from jaxserve.parsers.function_tags import GLM, MINIMAX, QWEN, SEED, TagCallReader, Tags
+from jaxserve.parsers.function_tags import DSML, GLM, MINIMAX, QWEN, SEED, TagCallReader, Tags
 from jaxserve.parsers.gemma_calls import read_gemma_call
 from jaxserve.parsers.harmony import CALL_END, CALL_START, FUNCTIONS, MESSAGE
 from jaxserve.parsers.json_scanner import JsonScanner
@@ -78,6 +78,19 @@ class MiniMaxFormat(ToolFormat):
     def run(self, reader: CallReader) -> Reading[None]:
         """Read to the end of the text."""
         yield from _read_tagged(reader, self.schemas, MINIMAX)
+
+
+class DeepSeekTagsFormat(ToolFormat):
+    """<｜DSML｜function_calls>, functions as MiniMax M2's, and parameters that say if they are strings: DeepSeek V3.2.
+
+    A parameter is <｜DSML｜parameter name="…" string="true">…</｜DSML｜parameter>.
+    """
+
+    starts: ClassVar[Spellings] = (DSML.block[0], DSML.function)
+
+    def run(self, reader: CallReader) -> Reading[None]:
+        """Read to the end of the text."""
+        yield from _read_tagged(reader, self.schemas, DSML)
 
 
 class GlmFormat(ToolFormat):
@@ -230,6 +243,7 @@ TOOL_FORMATS: Mapping[str, type[ToolFormat]] = {
     "cohere_command4": CohereFormat,
     "deepseek_v3": DeepSeekFormat,
     "deepseek_v31": DeepSeekFormat,
+    "deepseek_v32": DeepSeekTagsFormat,
     "ernie45": HermesFormat,
     "gemma4": Gemma4Format,
     "glm45": GlmFormat,

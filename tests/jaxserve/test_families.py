@@ -313,7 +313,7 @@ def make_hf(row: Row) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(row.seed)
     model = getattr(transformers, f"{row.family}For{kind}")(config).to(torch.float32).eval()
-    embed_gain = 0.1 if config.tie_word_embeddings else 1.0
+    embed_gain = 0.1 if config.get_text_config().tie_word_embeddings else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:

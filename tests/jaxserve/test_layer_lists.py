@@ -18,7 +18,8 @@ FIELDS: dict[str, Any] = {
     "sliding_window": None,
 }
 OWN_FIELDS = {"GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM", "OPTForCausalLM"}
-OWN_FIELDS |= {"Llama4ForCausalLM"}
+OWN_FIELDS |= {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}
+"""Classes with positions that are learned or in fields of their own, or with types of layers of their own."""
 ROTARY = [name for name in FAMILIES if name not in OWN_FIELDS]
 
 

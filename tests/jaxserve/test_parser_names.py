@@ -7,7 +7,6 @@ import pytest
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.engine.model_defaults import chosen_parsers
-from jaxserve.llm import LLM
 from jaxserve.models.registry import FAMILIES, PARSERS, family_parsers
 from jaxserve.parsers import AUTO, FamilyParsers, ParserNames, chosen_reasoning, parser_names
 
@@ -51,21 +50,17 @@ def test_a_family_without_a_format_is_an_error() -> None:
     )
     with pytest.raises(ConfigError, match=f"{expected}or leave tool_call_parser out"):
         chosen_parsers(EngineConfig(model="demo", tool_call_parser="auto"), "GPT2LMHeadModel", None)
-    expected = "reasoning_parser='auto': the format of ApertusForCausalLM is not known; name one of cohere_command3, "
+    expected = (
+        "reasoning_parser='auto': the format of Gemma3ForCausalLM is not known; name one of apertus, cohere_command3, "
+    )
     with pytest.raises(ConfigError, match=expected):
-        chosen_parsers(EngineConfig(model="demo", reasoning_parser="auto"), "ApertusForCausalLM", None)
+        chosen_parsers(EngineConfig(model="demo", reasoning_parser="auto"), "Gemma3ForCausalLM", None)
 
 
 def test_a_chat_template_of_the_settings_decides(tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text("{{ messages }}<tool_call>")
     config = EngineConfig(model="demo", tool_call_parser="auto", chat_template=str(tmp_path / "own.jinja"))
     assert chosen_parsers(config, "LlamaForCausalLM", None) == ParserNames(None, "hermes")
-
-
-def test_the_engine_chooses_when_it_starts() -> None:
-    with LLM("demo", tool_call_parser="auto", max_model_len=64, max_num_seqs=1) as model:
-        text = '{"name": "f", "parameters": {}}'
-        assert model.parse_message(text).tool_calls[0].name == "f"
 
 
 def test_the_registry_names_families_and_formats_that_exist() -> None:

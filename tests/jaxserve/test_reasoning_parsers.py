@@ -69,6 +69,7 @@ CASES = [
     Case("gemma4", "<|channel>thought\n<channel|>Yes.", None, None, "Yes."),
     Case("gemma4", "<|channel>thoughts<channel|>Yes.", None, "thoughts", "Yes."),
     Case("gemma4", "Hm.<channel|>Yes.", True, "Hm.", "Yes."),
+    Case("apertus", "A <|inner_prefix|>Hm.<|inner_suffix|>Yes.", None, "Hm.", "A Yes."),
     Case("granite", "Here is my thought process: Hm.\n\nHere is my response: Yes.", None, " Hm.\n\n", " Yes."),
     Case("think", "<think>a</think>B<think>c</think>D", None, "ac", "BD"),
     Case("think", "A <think>b", None, "b", "A "),
@@ -169,7 +170,7 @@ def test_where_prompts_end() -> None:
 def test_names_and_tags() -> None:
     for name in ("deepseek_r1", "deepseek_v3", "qwen3", "think"):
         assert (reasoning_parser(name).start_text, reasoning_parser(name).end_text) == ("<think>", "</think>")
-    names = r"\['cohere_command3', .*, 'deepseek_v3', 'ernie45', .*, 'qwen3', 'seed_oss', 'think'\]"
+    names = r"\['apertus', .*, 'deepseek_v3', 'ernie45', .*, 'qwen3', 'seed_oss', 'think'\]"
     expected = f"reasoning_parser must be one of {names}, got 'qwen'; did you mean 'qwen3'"
     with pytest.raises(ConfigError, match=expected):
         MessageParser("qwen")
@@ -306,6 +307,8 @@ PROMPTS = [
     ("deepseek_r1", "<｜User｜>?<｜Assistant｜>The answer", False),
     ("deepseek_v3", "<｜User｜>?<｜Assistant｜><think>First I add", True),
     ("deepseek_v3", "<｜User｜><think><｜Assistant｜></think>The answer", False),
+    ("deepseek_v3", "<｜User｜>?<｜Assistant｜><think>Hm.</think>call<result>4</result>\n\n<think>", True),
+    ("deepseek_v3", "<｜User｜>?<｜Assistant｜><think>Hm.</think>call<result>4</result>\n\n</think>", False),
     ("think", f"{CHATML}<think>a</think> b <think> c", True),
     ("think", f"{CHATML}<think>a</think> b <think> c</think> d", False),
     ("qwen3", "<|start_header_id|>assistant<|end_header_id|>\n\n<think>\nFirst", True),

@@ -89,6 +89,12 @@ GLM = (
     "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>2</arg_value>\n</tool_call>"
 )
+DSML_START = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" '
+DSML = (
+    f'{DSML_START}string="true">2</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">2'
+    '</｜DSML｜parameter>\n<｜DSML｜parameter name="x" string="false">{"a": 1}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+)
 WEATHER_CALL, BOTH = ("get_weather", WEATHER), [("get_weather", WEATHER), ("now", "{}")]
 PLAIN = f'{{"name": "get_weather", "arguments": {WEATHER}}}'
 COHERE = f'{{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {WEATHER}}}'
@@ -289,6 +295,12 @@ CASES = [
         [("now", "{}"), ("f", '{"a": "x"}')],
     ),
     Case("ernie45", HERMES, None, [("get_weather", WEATHER)]),
+    # ---- DeepSeek V3.2
+    Case(
+        "deepseek_v32", f"A\n\n{DSML}", "A", [("get_weather", '{"city": "2", "days": 2, "x": {"a": 1}}'), ("now", "{}")]
+    ),
+    Case("deepseek_v32", DSML[:165], None, [("get_weather", '{"city": "2", "days": 2…')]),
+    Case("deepseek_v32", DSML_START[:60], DSML_START[:60], []),
     # ---- Lists between markers
     Case("hunyuan_a13b", f"A <tool_calls>{PLAIN}</tool_calls> B", "A B", [("get_weather", WEATHER)]),
     Case("apertus", f'A <|tools_prefix|>[{{"get_weather": {WEATHER}}}, {{"now": {{}}}}]<|tools_suffix|>', "A", BOTH),

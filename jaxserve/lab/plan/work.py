@@ -113,13 +113,13 @@ class StageWork:
 
 
 def _matmuls(sharded: ShardedModel) -> Iterator[_Matmul]:
-    """Yield the weights of a stage that a step reads: not an embedding, of which it reads a few rows."""
+    """Yield the weights of a stage that a step reads: not embeddings, of which it reads a few rows."""
     model = sharded.abstract_model
     has_head = any(path.startswith("head.") for path in model.logical)
     for path, param in model.logical.items():
         top = path.split(".")[0]
         is_head = sharded.is_last and top == ("head" if has_head else "embed")
-        if top in ("embed", "position_embed") and not is_head:
+        if (top in ("embed", "position_embed") and not is_head) or path.startswith("per_layer.table."):
             continue
         structs = [model.params[array] for array in param.arrays]
         size = sum(bytes_per_device(each.shape, each.dtype.itemsize, each.sharding) for each in structs)

@@ -62,6 +62,7 @@ class ShownPages(NamedTuple):
         pages_axis: Mesh axis whose devices have pages of their own requests, besides ``data``.
         heads: Heads of each device along ``heads_axis``; a single entry if it is None.
         token_bytes: Bytes per token on each device; with ``tokens_axis``, on average.
+        reads: Index of the layer whose keys and values it reads, having none of its own; None for its own.
     """
 
     content: str
@@ -74,6 +75,7 @@ class ShownPages(NamedTuple):
     pages_axis: str | None
     heads: tuple[tuple[int, ...], ...]
     token_bytes: float
+    reads: int | None
 
 
 class ShownLayers(NamedTuple):
@@ -198,5 +200,6 @@ def _pages(sharded: ShardedModel, layer: int) -> ShownPages:
         sharded.layout.mesh_axis("tokens"),
         sharded.layout.mesh_axis("pages"),
         tuple(tuple(range(first, first + spec.num_kv_heads)) for first in firsts),
-        page_bytes / sharded.page_size,
+        page_bytes / sharded.page_size if spec.reads is None else 0.0,
+        spec.reads,
     )

@@ -105,6 +105,8 @@ def split_text(array: ShownArray) -> str:
 def pages_text(pages: ShownPages) -> str:
     """Return what KV pages hold."""
     window = "" if pages.window is None else f", latest {pages.window} tokens"
+    if pages.reads is not None:
+        return f"those of layer {pages.reads}{window}"
     if pages.content == "latents":
         return f"latents of {pages.head_dim}{window}"
     return f"keys and values of {pages.num_heads} × {pages.head_dim}{window}"

@@ -35,6 +35,7 @@ from scripts.gpu.models import CONFIGS, LLAMA_70B
 from scripts.gpu.steps import step_program
 from sharding import MeshShape, make_mesh
 from sharding.plan import Collective, collectives
+from tests.random_checkpoint import SHARING
 from tests.tiny_programs import gpt2_config, gpt_oss_config, latent_config, make_program, sparse_config, tiny_config
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -204,6 +205,16 @@ def test_stages_lanes_and_replicas_share_a_batch(tmp_path: Path, shared_data: Pa
     weights = sum(stage.weights for stage in planned.stages)
     assert [stage.layers for stage in planned.stages][1].stop == 28
     assert step.weight_bytes < weights
+
+
+def test_layers_that_read_the_pages_of_others(tmp_path: Path) -> None:
+    """They have none; of the embeddings for each layer, a step reads rows alone."""
+    (tmp_path / "config.json").write_text(json.dumps(SHARING))
+    planned = jaxserve.plan(str(tmp_path), "tensor=2", dtype="float32")
+    assert planned.model_kv_bytes_per_token == 4 * 2 * 2 * (8 + 16)
+    without = planned.fullest.weights - planned.decode_of(1).weight_bytes
+    assert without == 4 * 26 * 4 * 6, "half of 52 rows for four layers"
+    assert LAYERS in {each.part for each in planned.decode_of(1).communication}
 
 
 def test_work_of_a_dense_step() -> None:

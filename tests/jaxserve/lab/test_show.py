@@ -15,7 +15,7 @@ from jaxserve.lab.show.rows import bytes_text, ranges_text
 from jaxserve.lab.show.show import show
 from sharding import LayoutError, get_layout
 from sharding.plan import stated_collectives
-from tests.random_checkpoint import DEEPSEEK, LLAMA
+from tests.random_checkpoint import DEEPSEEK, LLAMA, SHARING
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -119,6 +119,14 @@ def test_devices_that_share_the_tokens_of_pages(llama: Path) -> None:
     (kind,) = drawing.model.where.kinds
     assert (kind.pages.heads, kind.pages.tokens_axis, kind.pages.token_bytes) == (((0, 1),), "tensor", 2 * 8 * 4)
     assert "tokens over tensor" in str(drawing)
+
+
+def test_layers_that_read_the_pages_of_others(tmp_path: Path) -> None:
+    drawn = show(with_config(tmp_path, SHARING))
+    text, pages = str(drawn), [kind.pages for kind in drawn.model.where.kinds]
+    assert [(each.reads, each.token_bytes) for each in pages] == [(None, 128.0), (None, 256.0), (0, 0.0), (1, 0.0)]
+    assert "keys and values of 2 × 16  " in text and "those of layer 0, latest 5 tokens" in text
+    assert "those of layer 1  " in text and "384 B" in text
 
 
 def test_one_device_needs_no_collective(llama: Path) -> None:

@@ -388,6 +388,20 @@ def test_a_forced_call_of_harmony_is_in_its_final_channel(stream: bool) -> None:
     assert not engine.request.params.bad_words
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_gemma_s_markers_are_special_tokens_too(stream: bool) -> None:
+    parsers = ParserNames("gemma4", "gemma4")
+    engine = FakeEngine(["<|channel>", "thought\nHm.", '<|tool_call>call:add{a:<|"|>x', '<|"|>}<tool_call|>'])
+    server = make_server(engine, parsers=parsers, enable_auto_tool_choice=True)
+    answer = server.post(PATH, chat(tools=[tool()], stream=stream))
+    found = joined(answer)[0] if stream else _with_reason(answer.json()["choices"][0])
+    assert (found["reasoning"], found["content"] or None, found["finish_reason"]) == ("Hm.", None, "tool_calls")
+    assert [call["function"] for call in found["tool_calls"]] == [{"name": "add", "arguments": '{"a": "x"}'}]
+    assert engine.request.params.skip_special_tokens is False
+    server.post(PATH, chat(tools=[tool()], tool_choice="required"))
+    assert engine.request.params.bad_words == ("<|tool_call>",)
+
+
 def test_ids_of_calls_may_be_the_models_own() -> None:
     text = (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
