@@ -158,7 +158,8 @@ ROWS = {
         num_experts=6,
     ),
     "cohere": Row(
-        family="Cohere", raw={"hidden_size": 96, "layer_norm_eps": 1e-4, "tie_word_embeddings": True}, seed=1, fast=()
+        family="Cohere",
+        raw={"hidden_size": 96, "layer_norm_eps": 1e-4, "tie_word_embeddings": True, "logit_scale": 0.5},
     ),
     "olmoe": Row(family="Olmoe", raw=OLMOE, num_experts=6),
     "flex-olmo": Row(family="FlexOlmo", raw=OLMOE | {"norm_topk_prob": True}, num_experts=6),
