@@ -68,6 +68,8 @@ def test_layers_and_rotary_embeddings_of_every_family(architecture: str) -> None
             "num_kv_shared_layers: with 2, layers share keys and values that no layer has",
         ),
         ("MiniMaxM2", {"scoring_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
+        ("Mellum", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected 2 entries, one per layer, got 1"),
+        ("Afmoe", {"scoring_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
         ("Mixtral", {"scoring_func": "sigmoid"}, "scoring_func: expected softmax, got 'sigmoid'"),
         ("Glm4Moe", {"topk_method": "greedy"}, "topk_method: expected noaux_tc, got 'greedy'"),
     ],
