@@ -158,7 +158,9 @@ ROWS = {
         num_experts=6,
     ),
     "cohere": Row(
-        family="Cohere", raw={"hidden_size": 96, "layer_norm_eps": 1e-4, "tie_word_embeddings": True}, seed=1, fast=()
+        family="Cohere",
+        raw={"hidden_size": 96, "layer_norm_eps": 1e-4, "tie_word_embeddings": True, "logit_scale": 0.5},
+        fast=(),
     ),
     "olmoe": Row(family="Olmoe", raw=OLMOE, num_experts=6),
     "flex-olmo": Row(family="FlexOlmo", raw=OLMOE | {"norm_topk_prob": True}, num_experts=6),
@@ -313,7 +315,7 @@ def make_hf(row: Row) -> Any:
     config._attn_implementation = "eager"
     torch.manual_seed(row.seed)
     model = getattr(transformers, f"{row.family}For{kind}")(config).to(torch.float32).eval()
-    embed_gain = 0.1 if config.tie_word_embeddings else 1.0
+    embed_gain = 0.1 if config.get_text_config().tie_word_embeddings else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
