@@ -185,6 +185,7 @@ def build_norm(config: DecoderConfig, scope: Scope) -> RMSNorm:
     return RMSNorm(config.hidden_size, eps=config.norm_eps, offset=config.norm_offset, scope=scope)
 
 
-def build_layer_norm(config: DecoderConfig, scope: Scope) -> LayerNorm:
+def build_layer_norm(config: DecoderConfig, scope: Scope, *, has_bias: bool = True) -> LayerNorm:
     """Build a layer norm over the hidden size."""
-    return LayerNorm(config.hidden_size, eps=config.norm_eps, offset=config.norm_offset, scope=scope)
+    eps, offset = config.norm_eps, config.norm_offset
+    return LayerNorm(config.hidden_size, eps=eps, offset=offset, scope=scope, has_bias=has_bias)
