@@ -116,7 +116,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     resident_before = resident_bytes()
     runners, temporary_bytes, load_s, compile_s = _make_runners(plan)
     warm_up_s = warm_up_runners(runners) if config.warm_up else 0.0
-    engine = assemble_engine(config, plan, tokenizer, runners)
+    engine = assemble_engine(config, plan, tokenizer, parsers.reasoning, runners)
     ledger = make_ledger(config, plan, temporary_bytes, resident_before)
     total_s = time.monotonic() - start
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
@@ -125,13 +125,18 @@ def start_engine(config: EngineConfig) -> StartedEngine:
 
 
 def assemble_engine(
-    config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None, runners: Iterable[Runner]
+    config: EngineConfig,
+    plan: EnginePlan,
+    tokenizer: Tokenizer | None,
+    reasoning: str | None,
+    runners: Iterable[Runner],
 ) -> Engine:
-    """Return an engine with one replica per runner, each with a scheduler per lane."""
+    """Return an engine with one replica per runner, each with a scheduler per lane; ``reasoning`` is the name of the
+    reasoning parser."""
     groups = config.expert_load_metrics
     return Engine(
         make_replicas(config, plan, runners),
-        make_admission(config, plan, tokenizer),
+        make_admission(config, plan, tokenizer, reasoning),
         seed=config.seed,
         counter=CompileCounter(ignores_other_threads=True),
         expert_load=ExpertLoad(plan.expert_layers, plan.num_experts, groups) if groups else None,
@@ -153,11 +158,12 @@ def make_replicas(config: EngineConfig, plan: EnginePlan, runners: Iterable[Runn
     return replicas
 
 
-def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None) -> Admission:
-    """Return the admission for a planned engine."""
+def make_admission(
+    config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer | None, reasoning: str | None
+) -> Admission:
+    """Return the admission for a planned engine, whose model reasons in the format named ``reasoning``."""
     model = plan.config
     eos_ids = eos_token_ids(config, plan, tokenizer)
-    parsers = chosen_parsers(config, model.architecture, tokenizer)
     key = f"{plan.directory.resolve()} {config.revision} {plan.models[0].policy}"
     limits = ModelLimits(
         max_model_len=plan.max_model_len,
@@ -167,7 +173,7 @@ def make_admission(config: EngineConfig, plan: EnginePlan, tokenizer: Tokenizer 
         has_priorities=config.scheduling_policy == "priority",
         shares_prefixes=config.enable_prefix_caching,
         arguments=plan.models[0].arguments,
-        reasoning=writable_markers(reasoning_markers(parsers.reasoning, tokenizer), model.vocab_size),
+        reasoning=writable_markers(reasoning_markers(reasoning, tokenizer), model.vocab_size),
         rope=model.rope if has_length_regimes(model.rope) else None,
         model_key=key.encode(),
         generates=model.has_head,

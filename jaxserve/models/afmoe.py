@@ -7,10 +7,17 @@ from jaxserve.layers.grouped_query_attention import OutputGate
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.sparse_mlp import ExpertNames
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.decoder import build_attention, build_decoder, build_mlp, build_norm
-from jaxserve.models.gemma2 import SandwichLayer
+from jaxserve.models.decoder import build_attention, build_decoder, build_mlp
+from jaxserve.models.gemma2 import SandwichLayer, build_sandwich_layer
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, Windows, class_sizes, read_decoder, read_repeated_windows
+from jaxserve.models.hf_decoder import (
+    FamilyDefaults,
+    Windows,
+    class_sizes,
+    read_decoder,
+    read_repeated_windows,
+    rotate_within_windows,
+)
 from jaxserve.models.sparse_decoder import SparseConfig, build_sparse_mlp, read_routing
 
 
@@ -45,18 +52,16 @@ class AfmoeConfig(SparseConfig):
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> AfmoeConfig:
     """Read a config of AfmoeForCausalLM: only layers with a window rotate."""
-    base = read_decoder(fields, architecture, _DEFAULTS)
+    base = rotate_within_windows(read_decoder(fields, architecture, _DEFAULTS))
     routing = dataclasses.replace(
         read_routing(fields, "num_experts", 64, 6, is_normalized=True, scoring="sigmoid"),
         is_corrected=True,
         scale=fields.number("route_scale", 1.0),
     )
-    dense, expert_ffn_size = (
-        fields.integer("num_dense_layers", 1, minimum=0),
-        fields.integer("moe_intermediate_size", 1408),
-    )
+    dense = fields.integer("num_dense_layers", 1, minimum=0)
+    expert_ffn_size = fields.integer("moe_intermediate_size", 1408)
     return AfmoeConfig(
-        **vars(dataclasses.replace(base, rope_layers=tuple(window is not None for window in base.sliding_windows))),
+        **vars(base),
         routing=routing,
         expert_ffn_size=expert_ffn_size,
         shared_ffn_size=expert_ffn_size * fields.integer("num_shared_experts", 2, minimum=0),
@@ -72,11 +77,10 @@ def build(config: AfmoeConfig, scope: Scope) -> CausalLM:
 
 
 def _build_layer(config: AfmoeConfig, index: int, scope: Scope) -> SandwichLayer:
-    before, after, before_mlp, after_mlp = (build_norm(config, scope.at(name)) for name in _NORMS)
     attention = build_attention(config, index, scope.at("self_attn"), qk_norm="head", gate=_GATE)
     inner = scope.at("mlp")
     if config.sparse_layers[index]:
         mlp = build_sparse_mlp(config, inner, names=_NAMES, shared="shared_experts")
     else:
         mlp = build_mlp(config, inner)
-    return SandwichLayer(before, attention, before_mlp, mlp, after=(after, after_mlp))
+    return build_sandwich_layer(config, scope, _NORMS, attention, mlp)

@@ -7,10 +7,9 @@ import dataclasses
 from typing import Final
 
 from jaxserve.layers.decoder import LayerNormLayer
-from jaxserve.layers.norm import LayerNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp
+from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_layer_norm, build_mlp
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import (
     FamilyDefaults,
@@ -18,6 +17,7 @@ from jaxserve.models.hf_decoder import (
     class_sizes,
     read_decoder,
     read_repeated_windows,
+    rotate_within_windows,
     same_windows,
 )
 from jaxserve.models.hf_rope import RopeDefaults
@@ -51,32 +51,29 @@ class Cohere2Config(DecoderConfig):
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> Cohere2Config:
-    """Read a config of CohereForCausalLM or Cohere2ForCausalLM."""
+    """Read a config of CohereForCausalLM or Cohere2ForCausalLM; ``model_max_length`` of Command R is its context."""
     fields = fields.with_aliases({"layer_norm_eps": "rms_norm_eps"})
+    if fields.is_given("model_max_length"):
+        fields = fields.replaced({"max_position_embeddings": fields.integer("model_max_length")})
     if architecture == "CohereForCausalLM":
         base = read_decoder(fields, architecture, _COHERE)
         if fields.flag("use_qk_norm", False):
             fields.note("use_qk_norm", "expected false: queries and keys are not normalized (Command R+ does so)")
     else:
-        base = read_decoder(fields, architecture, _DEFAULTS)
-        base = dataclasses.replace(base, rope_layers=tuple(window is not None for window in base.sliding_windows))
+        base = rotate_within_windows(read_decoder(fields, architecture, _DEFAULTS))
     return Cohere2Config(**vars(base), logits_scale=fields.number("logit_scale", 0.0625))
 
 
 def build(config: Cohere2Config, scope: Scope) -> CausalLM:
     """Return the module."""
-    norm = _build_norm(config, scope.at("model.norm"))
+    norm = build_layer_norm(config, scope.at("model.norm"), has_bias=False)
     return build_decoder(config, scope, _build_layer, norm=norm, logits_divisor=1.0 / config.logits_scale)
-
-
-def _build_norm(config: Cohere2Config, scope: Scope) -> LayerNorm:
-    return LayerNorm(config.hidden_size, eps=config.norm_eps, scope=scope, has_bias=False)
 
 
 def _build_layer(config: Cohere2Config, index: int, scope: Scope) -> LayerNormLayer:
     paired_dim = config.head_dim if config.rope_layers[index] else 0
     return LayerNormLayer(
-        _build_norm(config, scope.at("input_layernorm")),
+        build_layer_norm(config, scope.at("input_layernorm"), has_bias=False),
         build_attention(config, index, scope.at("self_attn"), paired_dim=paired_dim),
         None,
         build_mlp(config, scope.at("mlp")),

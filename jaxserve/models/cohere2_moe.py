@@ -8,7 +8,7 @@ from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.routing import Routing
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.decoder import build_attention, build_decoder, build_mlp, build_norm
+from jaxserve.models.decoder import build_attention, build_decoder, build_layer_norm, build_mlp, build_norm
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import FamilyDefaults, Windows, class_sizes, read_decoder, read_windows
 from jaxserve.models.sparse_decoder import SparseConfig, build_sparse_mlp, read_listed_sparse_layers, read_routing
@@ -17,14 +17,12 @@ from jaxserve.models.sparse_decoder import SparseConfig, build_sparse_mlp, read_
 def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
     """Read the windows: the first, dense layers have a pattern of their own."""
     window = fields.nullable_integer("sliding_window", 4096)
-    first, pattern = (
-        fields.integer("prefix_dense_sliding_window_pattern", 1),
-        fields.integer("sliding_window_pattern", 4),
-    )
+    first = fields.integer("prefix_dense_sliding_window_pattern", 1)
+    pattern = fields.integer("sliding_window_pattern", 4)
     dense = min(fields.integer("first_k_dense_replace", 0, minimum=0), num_layers)
     sliding = [(index + 1) % first != 0 for index in range(dense)]
     sliding += [(index + 1) % pattern != 0 for index in range(num_layers - dense)]
-    return read_windows(fields, window, [window is not None and slides for slides in sliding])
+    return read_windows(fields, window, sliding)
 
 
 _DEFAULTS: Final = FamilyDefaults(
@@ -64,8 +62,8 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> Cohere2MoeConfig:
     dense = fields.integer("first_k_dense_replace", 0, minimum=0)
     sparse_layers = read_listed_sparse_layers(fields, base.num_layers, num_dense=dense)
     is_prefix_full = fields.integer("prefix_dense_sliding_window_pattern", 1) == 1
-    rotates = [window is not None for window in base.sliding_windows]
-    rope_layers = [each or (is_prefix_full and not sparse) for each, sparse in zip(rotates, sparse_layers, strict=True)]
+    kinds = zip(base.sliding_windows, sparse_layers, strict=True)
+    rope_layers = [window is not None or (is_prefix_full and not is_sparse) for window, is_sparse in kinds]
     dense_ffn_size = fields.nullable_integer("prefix_dense_intermediate_size", None) or base.ffn_size
     return Cohere2MoeConfig(
         **vars(dataclasses.replace(base, rope_layers=tuple(rope_layers), ffn_size=dense_ffn_size)),
@@ -102,21 +100,15 @@ def build(config: Cohere2MoeConfig, scope: Scope) -> CausalLM:
 
 
 def _build_norm(config: Cohere2MoeConfig, scope: Scope) -> LayerNorm | RMSNorm:
-    if not config.has_layer_norm:
-        return build_norm(config, scope)
-    return LayerNorm(config.hidden_size, eps=config.norm_eps, scope=scope, has_bias=False)
+    return build_layer_norm(config, scope, has_bias=False) if config.has_layer_norm else build_norm(config, scope)
 
 
 def _build_layer(config: Cohere2MoeConfig, index: int, scope: Scope) -> LayerNormLayer:
-    inner, is_sparse = scope.at("mlp"), config.sparse_layers[index]
-    return LayerNormLayer(
-        _build_norm(config, scope.at("input_layernorm")),
-        build_attention(
-            config, index, scope.at("self_attn"), paired_dim=config.head_dim if config.rope_layers[index] else 0
-        ),
-        None,
-        build_sparse_mlp(config, inner, shared="shared_experts", is_mean=config.is_mean)
-        if is_sparse
-        else build_mlp(config, inner),
-        is_parallel=True,
-    )
+    inner, paired_dim = scope.at("mlp"), config.head_dim if config.rope_layers[index] else 0
+    norm = _build_norm(config, scope.at("input_layernorm"))
+    attention = build_attention(config, index, scope.at("self_attn"), paired_dim=paired_dim)
+    if config.sparse_layers[index]:
+        mlp = build_sparse_mlp(config, inner, shared="shared_experts", is_mean=config.is_mean)
+    else:
+        mlp = build_mlp(config, inner)
+    return LayerNormLayer(norm, attention, None, mlp, is_parallel=True)

@@ -28,10 +28,10 @@ class DecoderConfig(ModelConfig):
         ffn_size: F.
         norm_eps: Added to the mean square in every RMSNorm, or to the variance in every LayerNorm.
         norm_offset: Added to the weight of every norm.
-        activation: Hugging Face's ``hidden_act``, one of: silu, gelu, gelu_pytorch_tanh or relu.
+        activation: Hugging Face's ``hidden_act``: silu, gelu, gelu_pytorch_tanh, relu or, without gates, relu2.
         qkv_bias: Whether query, key and value projections have a bias.
         out_bias: Whether the attention's output projection has a bias.
-        mlp_bias: Whether the three MLP projections have a bias.
+        mlp_bias: Whether the MLP's projections have a bias.
         rope_layers: For each layer, whether it applies RoPE (SmolLM3 skips some).
         sliding_windows: For each layer, the number of latest tokens that a query sees, itself included; None for all.
     """
@@ -185,6 +185,7 @@ def build_norm(config: DecoderConfig, scope: Scope) -> RMSNorm:
     return RMSNorm(config.hidden_size, eps=config.norm_eps, offset=config.norm_offset, scope=scope)
 
 
-def build_layer_norm(config: DecoderConfig, scope: Scope) -> LayerNorm:
+def build_layer_norm(config: DecoderConfig, scope: Scope, *, has_bias: bool = True) -> LayerNorm:
     """Build a layer norm over the hidden size."""
-    return LayerNorm(config.hidden_size, eps=config.norm_eps, offset=config.norm_offset, scope=scope)
+    eps, offset = config.norm_eps, config.norm_offset
+    return LayerNorm(config.hidden_size, eps=eps, offset=offset, scope=scope, has_bias=has_bias)

@@ -64,7 +64,7 @@ def read_deepseek(
     is_interleaved: bool = True,
     num_extra_layers: int = 0,
 ) -> DeepseekConfig:
-    """Read the fields that DeepSeek's families share.
+    """Read the fields that DeepSeek's families share; ``qk_rope_head_dim`` replaces ``head_dim``, as in transformers.
 
     Args:
         fields: Fields of config.json.
@@ -75,7 +75,8 @@ def read_deepseek(
         is_interleaved: As in ``DeepseekConfig``.
         num_extra_layers: As in ``DeepseekConfig``.
     """
-    base = read_decoder(fields.with_aliases({"qk_rope_head_dim": "head_dim"}), architecture, defaults)
+    fields = fields.replaced({"head_dim": fields.raw.get("qk_rope_head_dim")})
+    base = read_decoder(fields, architecture, defaults)
     given = dataclasses.replace(base, num_kv_heads=base.num_heads)
     plain_dim, ffn_size = fields.integer("qk_nope_head_dim", 128), fields.integer("moe_intermediate_size", 1407)
     dense, every = fields.integer("first_k_dense_replace", dense_layers, minimum=0), fields.integer("moe_layer_freq", 1)

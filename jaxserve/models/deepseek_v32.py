@@ -26,8 +26,14 @@ class _Class(NamedTuple):
 
 
 def _defaults(norm_eps: float, *sizes: int) -> FamilyDefaults:
-    end: dict[str, Any] = {"bos_token_id": 0, "eos_token_ids": (1,)}
-    return FamilyDefaults(head_dim=64, norm_eps=norm_eps, attention_bias=False, sizes=class_sizes(*sizes), **end)
+    return FamilyDefaults(
+        head_dim=64,
+        norm_eps=norm_eps,
+        bos_token_id=0,
+        eos_token_ids=(1,),
+        attention_bias=False,
+        sizes=class_sizes(*sizes),
+    )
 
 
 _LATENTS: Final = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "moe_intermediate_size": 2048, "n_shared_experts": 1}
@@ -53,13 +59,14 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DeepseekConfig:
     own = _CLASSES[architecture]
     fields = fields.with_missing(own.fields)
     base = read_deepseek(
-        fields.replaced({"head_dim": fields.raw["qk_rope_head_dim"], "layer_types": None}),
+        fields.replaced({"layer_types": None}),
         architecture,
         own.defaults,
         partial(read_corrected_routing, experts=256, per_token=8, scale=2.5, groups=own.groups),
         dense_layers=3,
         num_extra_layers=fields.integer("num_nextn_predict_layers", 1, minimum=0),
     )
+    read_layer_list(fields, "layer_types", base.num_layers, ("indexed_attention", "full_attention"))
     if base.query_rank is None:
         fields.note("q_lora_rank", "expected an integer: the index reads the latent of queries")
     if fields.items("mlp_layer_types") is not None:

@@ -16,7 +16,7 @@ def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
     """Read the windows: in the layers from ``max_window_layers`` on."""
     window = fields.nullable_integer("sliding_window", 4096)
     first = fields.integer("max_window_layers", 62, minimum=0)
-    return read_windows(fields, window, [window is not None and index >= first for index in range(num_layers)])
+    return read_windows(fields, window, [index >= first for index in range(num_layers)])
 
 
 _DEFAULTS: Final = FamilyDefaults(
@@ -35,10 +35,8 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> SparseConfig:
     if fields.raw.get("scoring_func") == "noaux_tc":
         fields = fields.replaced({"scoring_func": "sigmoid"})
     base = read_decoder(fields, architecture, _DEFAULTS)
-    dense, expert_ffn_size = (
-        fields.integer("first_k_dense_replace", 0, minimum=0),
-        fields.integer("moe_intermediate_size", 1408),
-    )
+    dense = fields.integer("first_k_dense_replace", 0, minimum=0)
+    expert_ffn_size = fields.integer("moe_intermediate_size", 1408)
     return SparseConfig(
         **vars(base),
         routing=read_corrected_routing(fields, experts=128, per_token=6, scale=1.0, groups=(1, 1)),

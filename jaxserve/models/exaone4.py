@@ -1,6 +1,5 @@
 """EXAONE 4: norms after each branch and of each query and key head; with windows, full layers do not rotate."""
 
-import dataclasses
 from functools import partial
 from typing import Final
 
@@ -8,7 +7,14 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_decoder
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, Windows, class_sizes, read_decoder, read_windows
+from jaxserve.models.hf_decoder import (
+    FamilyDefaults,
+    Windows,
+    class_sizes,
+    read_decoder,
+    read_windows,
+    rotate_within_windows,
+)
 from jaxserve.models.olmo2 import build_post_norm_layer
 
 
@@ -21,7 +27,7 @@ def read_exaone_windows(fields: ConfigFields, num_layers: int) -> Windows:
     else:
         every = fields.integer("sliding_window_pattern", 4) if window is not None else 1
         sliding = [(index + 1) % every != 0 for index in range(num_layers)]
-    return read_windows(fields, window, [window is not None and slides for slides in sliding])
+    return read_windows(fields, window, sliding)
 
 
 _DEFAULTS: Final = FamilyDefaults(
@@ -38,7 +44,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     base = read_decoder(fields, architecture, _DEFAULTS)
     if fields.nullable_integer("sliding_window", 4096) is None:
         return base
-    return dataclasses.replace(base, rope_layers=tuple(window is not None for window in base.sliding_windows))
+    return rotate_within_windows(base)
 
 
 def build(config: DecoderConfig, scope: Scope) -> CausalLM:

@@ -1,6 +1,5 @@
 """K-EXAONE: EXAONE 4's windows with norms before each branch, and DeepSeek-V3's experts after a dense layer."""
 
-import dataclasses
 from functools import partial
 from typing import Final
 
@@ -11,7 +10,7 @@ from jaxserve.models.decoder import build_decoder
 from jaxserve.models.deepseek_v3 import read_corrected_routing
 from jaxserve.models.exaone4 import read_exaone_windows
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder
+from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder, rotate_within_windows
 from jaxserve.models.sparse_decoder import SparseConfig, build_sparse_layer, read_listed_sparse_layers
 
 _DEFAULTS: Final = FamilyDefaults(
@@ -27,13 +26,11 @@ _NAMES: Final = ExpertNames(correction="e_score_correction_bias")
 def config_from_hf(fields: ConfigFields, architecture: str) -> SparseConfig:
     """Read a config of ExaoneMoeForCausalLM: only layers with a window rotate."""
     fields = fields.with_aliases({"num_experts": "n_routed_experts"})
-    base = read_decoder(fields, architecture, _DEFAULTS)
-    expert_ffn_size, dense = (
-        fields.integer("moe_intermediate_size", 1024),
-        fields.integer("first_k_dense_replace", 1, minimum=0),
-    )
+    base = rotate_within_windows(read_decoder(fields, architecture, _DEFAULTS))
+    dense = fields.integer("first_k_dense_replace", 1, minimum=0)
+    expert_ffn_size = fields.integer("moe_intermediate_size", 1024)
     return SparseConfig(
-        **vars(dataclasses.replace(base, rope_layers=tuple(window is not None for window in base.sliding_windows))),
+        **vars(base),
         routing=read_corrected_routing(fields, experts=64, per_token=8, scale=2.5, groups=(1, 1)),
         expert_ffn_size=expert_ffn_size,
         shared_ffn_size=expert_ffn_size * fields.integer("num_shared_experts", 1, minimum=0),

@@ -7,11 +7,14 @@ from typing import Any, Final
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxserve.layers.attention import Attention
 from jaxserve.layers.decoder import RMSNormLayer, run_mlp
 from jaxserve.layers.grouped_query_attention import QkNorm
 from jaxserve.layers.linear import add_branch
+from jaxserve.layers.mlp import GatedMLP
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
+from jaxserve.layers.sparse_mlp import SparseMLP
 from jaxserve.models import gemma
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_decoder, build_mlp, build_norm
@@ -23,6 +26,12 @@ _DEFAULTS: Final = dataclasses.replace(
     num_kv_heads=4,
     activation_field="hidden_activation",
     windows=partial(read_repeated_windows, pattern=2),
+)
+_NORMS: Final = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
 )
 
 
@@ -141,6 +150,28 @@ class SandwichLayer(RMSNormLayer):
         return add_branch(self.after[1](branch), x, scale), experts
 
 
+def build_sandwich_layer(
+    config: DecoderConfig,
+    scope: Scope,
+    norms: tuple[str, str, str, str],
+    attention: Attention,
+    mlp: GatedMLP | SparseMLP,
+    **options: Any,
+) -> SandwichLayer:
+    """Build a layer with norms before and after each branch.
+
+    Args:
+        config: The model.
+        scope: Scope of the layer.
+        norms: Modules of the norms before and after the attention, and before and after the MLP.
+        attention: The attention.
+        mlp: The MLP.
+        options: Options of ``RMSNormLayer``.
+    """
+    before, after, before_mlp, after_mlp = (build_norm(config, scope.at(name)) for name in norms)
+    return SandwichLayer(before, attention, before_mlp, mlp, after=(after, after_mlp), **options)
+
+
 def _build_layer(
     config: Gemma2Config, index: int, scope: Scope, *, qk_norm: QkNorm, ropes: tuple[int, ...]
 ) -> SandwichLayer:
@@ -153,6 +184,4 @@ def _build_layer(
         qk_norm=qk_norm,
         rope=ropes[index],
     )
-    names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-    before, after, before_mlp, after_mlp = (build_norm(config, scope.at(f"{name}_layernorm")) for name in names)
-    return SandwichLayer(before, attention, before_mlp, build_mlp(config, scope.at("mlp")), after=(after, after_mlp))
+    return build_sandwich_layer(config, scope, _NORMS, attention, build_mlp(config, scope.at("mlp")))

@@ -1,11 +1,15 @@
 """GLM-4-0414 and Z1: GLM-4 with norms before and after each branch."""
 
+from typing import Final
+
 from jaxserve.layers.parallel import Scope
 from jaxserve.models import glm
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.decoder import DecoderConfig, build_decoder, build_mlp, build_norm
-from jaxserve.models.gemma2 import SandwichLayer
+from jaxserve.models.decoder import DecoderConfig, build_decoder, build_mlp
+from jaxserve.models.gemma2 import SandwichLayer, build_sandwich_layer
 from jaxserve.models.hf_config import ConfigFields
+
+_NORMS: Final = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
@@ -19,8 +23,6 @@ def build(config: DecoderConfig, scope: Scope) -> CausalLM:
 
 
 def _build_layer(config: DecoderConfig, index: int, scope: Scope) -> SandwichLayer:
-    names = ("input", "post_self_attn", "post_attention", "post_mlp")
-    before, after, before_mlp, after_mlp = (build_norm(config, scope.at(f"{name}_layernorm")) for name in names)
     attention = glm.build_glm_attention(config, index, scope.at("self_attn"))
     mlp = build_mlp(config, scope.at("mlp"), glm.GATE_UP)
-    return SandwichLayer(before, attention, before_mlp, mlp, after=(after, after_mlp))
+    return build_sandwich_layer(config, scope, _NORMS, attention, mlp)

@@ -14,7 +14,7 @@ from jaxserve.models import gpt2
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.gpt2 import GPT2Config
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import MAX_LAYERS, Windows
+from jaxserve.models.hf_decoder import Windows
 
 _NAMES: Final = {"num_heads": "n_head", "num_layers": "n_layer", "intermediate_size": "n_inner"}
 
@@ -38,13 +38,12 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> GPTNeoConfig:
 
 
 def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
-    """Read ``attention_types``: lists of kinds of layers, each with the number of its repetitions."""
+    """Read ``attention_types``: lists of kinds of layers, each with the number of its repetitions. By default every
+    other layer has a window."""
     window, types = fields.integer("window_size", 256), fields.items("attention_types")
     if types is None:
-        types = ((("global", "local"), num_layers),)
-        kinds = _expanded(types)[:num_layers]
-    else:
-        kinds = _expanded(types)
+        return tuple(window if layer % 2 else None for layer in range(num_layers))
+    kinds = _expanded(types, num_layers)
     if len(kinds) != num_layers or any(kind not in ("global", "local") for kind in kinds):
         expected = f"expected global or local for each of {num_layers} layers, in lists with a number of repetitions"
         fields.note("attention_types", f"{expected}, got {[*types]}")
@@ -52,13 +51,14 @@ def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
     return tuple(window if kind == "local" else None for kind in kinds)
 
 
-def _expanded(types: Sequence[object]) -> list[object]:
-    """Return the kind of each layer; what is not a list of kinds with a number is one entry."""
+def _expanded(types: Sequence[object], num_layers: int) -> list[object]:
+    """Return the kind of each layer, at most one layer too many; what is not a list of kinds with a number is one
+    entry."""
     kinds = list[object]()
     for each in types:
         match each:
             case [[*names], int(count)]:
-                kinds += cast(list[object], names) * min(count, MAX_LAYERS)
+                kinds += cast(list[object], names) * min(count, num_layers + 1)
             case _:
                 kinds.append(each)
     return kinds

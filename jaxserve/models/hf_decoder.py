@@ -145,6 +145,11 @@ def read_local_rope(fields: ConfigFields, base: DecoderConfig, defaults: FamilyD
     return read_rope(fields.with_defaults(defaults.sizes), base.head_dim, local)
 
 
+def rotate_within_windows(base: DecoderConfig) -> DecoderConfig:
+    """Return the model with a rotary embedding in the layers that have a window, and none in the others."""
+    return dataclasses.replace(base, rope_layers=tuple(window is not None for window in base.sliding_windows))
+
+
 def _read_bias(fields: ConfigFields, field: str, default: bool | None) -> bool:
     return default is not None and fields.flag(field, default)
 
@@ -155,7 +160,7 @@ def read_windows(fields: ConfigFields, window: int | None, sliding: Sequence[boo
     Args:
         fields: Fields of config.json.
         window: Tokens that a sliding layer sees; None if the model has no window.
-        sliding: For each layer, whether it slides if ``layer_types`` is missing.
+        sliding: For each layer, whether it slides if ``layer_types`` is missing and the model has a window.
     """
     types = _read_layer_types(fields, len(sliding))
     if types is not None and any(types) and window is None:
@@ -167,7 +172,7 @@ def read_late_windows(fields: ConfigFields, num_layers: int) -> Windows:
     """Read Qwen's windows: off unless ``use_sliding_window``; then in the layers from ``max_window_layers`` on."""
     first = fields.integer("max_window_layers", 28, minimum=0)
     window = fields.nullable_integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
-    return read_windows(fields, window, [window is not None and layer >= first for layer in range(num_layers)])
+    return read_windows(fields, window, [layer >= first for layer in range(num_layers)])
 
 
 def read_repeated_windows(
@@ -184,7 +189,7 @@ def read_repeated_windows(
     """
     window = fields.nullable_integer("sliding_window", absent)
     first = pattern - 1 if first_full is None else first_full
-    return read_windows(fields, window, [window is not None and (i - first) % pattern != 0 for i in range(num_layers)])
+    return read_windows(fields, window, [(index - first) % pattern != 0 for index in range(num_layers)])
 
 
 def read_listed_windows(fields: ConfigFields, num_layers: int, *, absent: int, slides: bool) -> Windows:
@@ -194,10 +199,10 @@ def read_listed_windows(fields: ConfigFields, num_layers: int, *, absent: int, s
         fields: Fields of config.json.
         num_layers: Number of layers.
         absent: ``sliding_window`` if that is missing.
-        slides: Whether all layers slide if ``layer_types`` is missing and there is a window.
+        slides: Whether all layers slide if ``layer_types`` is missing.
     """
     window = fields.nullable_integer("sliding_window", absent)
-    return read_windows(fields, window, (slides and window is not None,) * num_layers)
+    return read_windows(fields, window, (slides,) * num_layers)
 
 
 def read_one_window(fields: ConfigFields, num_layers: int, absent: int | None = None) -> Windows:

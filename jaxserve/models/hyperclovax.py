@@ -7,8 +7,8 @@ from jaxserve.layers.decoder import RMSNormLayer
 from jaxserve.layers.parallel import Scope
 from jaxserve.models import granite
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.decoder import build_attention, build_layer, build_mlp, build_norm
-from jaxserve.models.gemma2 import SandwichLayer
+from jaxserve.models.decoder import build_attention, build_layer, build_mlp
+from jaxserve.models.gemma2 import build_sandwich_layer
 from jaxserve.models.granite import GraniteConfig
 from jaxserve.models.hf_config import ConfigFields
 from jaxserve.models.hf_decoder import class_sizes
@@ -46,7 +46,6 @@ def _build_layer(
 ) -> RMSNormLayer:
     if not config.has_post_norms:
         return build_layer(config, index, scope, scale=scale, residual_multiplier=residual_multiplier)
-    before, after, before_mlp, after_mlp = (build_norm(config, scope.at(name)) for name in _NORMS)
     attention = build_attention(config, index, scope.at("self_attn"), scale=scale)
-    parts = (before, attention, before_mlp, build_mlp(config, scope.at("mlp")))
-    return SandwichLayer(*parts, after=(after, after_mlp), residual_multiplier=residual_multiplier)
+    mlp = build_mlp(config, scope.at("mlp"))
+    return build_sandwich_layer(config, scope, _NORMS, attention, mlp, residual_multiplier=residual_multiplier)

@@ -45,11 +45,11 @@ class MellumConfig(SparseConfig):
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> MellumConfig:
     """Read a config of MellumForCausalLM: ``mlp_layer_types`` says which layers are dense, by default none."""
+    fields = fields.with_aliases({"num_local_experts": "num_experts"})
     base = read_decoder(fields, architecture, _DEFAULTS)
-    count = "num_local_experts" if fields.is_given("num_local_experts") else "num_experts"
     return MellumConfig(
         **vars(base),
-        routing=read_routing(fields, count, 64, 8, is_normalized=fields.flag("norm_topk_prob", True)),
+        routing=read_routing(fields, "num_experts", 64, 8, is_normalized=fields.flag("norm_topk_prob", True)),
         expert_ffn_size=fields.integer("moe_intermediate_size", 896),
         sparse_layers=read_listed_sparse_layers(fields, base.num_layers, num_dense=0),
         local_rope=read_local_rope(fields, base, _DEFAULTS),

@@ -39,12 +39,11 @@ _YARN: Final[dict[str, Any]] = {
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DeepseekConfig:
-    """Read a config of Mistral4ForCausalLM: ``qk_rope_head_dim`` is the rotated part of a head, whatever ``head_dim``
-    and ``partial_rotary_factor`` say."""
+    """Read a config of Mistral4ForCausalLM: ``qk_rope_head_dim`` is the rotated part of a head, whatever
+    ``partial_rotary_factor`` says."""
     name = "rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters"
     scaling = {**(fields.nested(name).raw or _YARN), "partial_rotary_factor": 1.0}
-    rotated = fields.raw.get("qk_rope_head_dim")
-    fields = fields.replaced({name: scaling, "head_dim": rotated, "partial_rotary_factor": None})
+    fields = fields.replaced({name: scaling, "partial_rotary_factor": None})
     base = read_deepseek(
         fields.with_missing(_LATENTS),
         architecture,

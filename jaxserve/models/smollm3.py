@@ -27,12 +27,8 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
     base = read_decoder(fields, architecture, _DEFAULTS)
     rope_layers = read_rope_layers(fields, base.num_layers)
     window = fields.nullable_integer("sliding_window", None) if fields.flag("use_sliding_window", False) else None
-    sliding = [window is not None and not rotates for rotates in rope_layers]
-    return dataclasses.replace(
-        base,
-        rope_layers=rope_layers,
-        sliding_windows=read_windows(fields, window, sliding),
-    )
+    sliding = [not rotates for rotates in rope_layers]
+    return dataclasses.replace(base, rope_layers=rope_layers, sliding_windows=read_windows(fields, window, sliding))
 
 
 def read_rope_layers(fields: ConfigFields, num_layers: int) -> tuple[bool, ...]:

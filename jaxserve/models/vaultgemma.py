@@ -16,13 +16,18 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> Gemma2Config:
 
 def build(config: Gemma2Config, scope: Scope) -> CausalLM:
     """Return the module."""
-    multiplier = gemma.embedding_scale(config, scope)
-    options = {"embedding_multiplier": multiplier, "logits_soft_cap": config.logits_soft_cap}
-    return build_decoder(config, scope, _build_layer, **options)
+    return build_decoder(
+        config,
+        scope,
+        _build_layer,
+        embedding_multiplier=gemma.embedding_scale(config, scope),
+        logits_soft_cap=config.logits_soft_cap,
+    )
 
 
 def _build_layer(config: Gemma2Config, index: int, scope: Scope) -> PreNormLayer:
-    caps = {"scale": config.attention_scale, "soft_cap": config.attention_soft_cap}
-    attention = build_attention(config, index, scope.at("self_attn"), **caps)
+    attention = build_attention(
+        config, index, scope.at("self_attn"), scale=config.attention_scale, soft_cap=config.attention_soft_cap
+    )
     norms = ("input_layernorm", "pre_feedforward_layernorm")
     return build_layer(config, index, scope, attention=attention, norms=norms)

@@ -30,7 +30,7 @@ def make_batch(rows: list[tuple[int, int]], num_tokens: int, num_rows: int) -> A
 
 
 def seen(batch: AttentionBatch, num_tokens: int) -> dict[int, list[int]]:
-    """For each query token, the places (100 * row + page, offset in one number) that it sees."""
+    """For each query token, the positions in the pages, ``page * PAGE + offset``, that it sees."""
     found = dict[int, list[int]]()
     for row in range(int(batch.num_rows)):
         context, start, length = (int(a[row]) for a in (batch.context_lens, batch.query_starts, batch.query_lens))

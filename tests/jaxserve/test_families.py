@@ -162,6 +162,7 @@ ROWS = {
     "cohere": Row(
         family="Cohere",
         raw={"hidden_size": 96, "layer_norm_eps": 1e-4, "tie_word_embeddings": True, "logit_scale": 0.5},
+        fast=(),
     ),
     "olmoe": Row(family="Olmoe", raw=OLMOE, num_experts=6),
     "flex-olmo": Row(family="FlexOlmo", raw=OLMOE | {"norm_topk_prob": True}, num_experts=6),

@@ -300,7 +300,7 @@ def test_a_runner_in_another_process_has_the_same_lanes(model: Path, expected: l
     config = EngineConfig(model=str(model), **SETTINGS, expert_parallel_size=2)
     runner = RemoteRunner(config)
     plan = plan_engine(config)
-    engine = assemble_engine(config, plan, find_tokenizer(config, plan.directory), [runner])
+    engine = assemble_engine(config, plan, find_tokenizer(config, plan.directory), None, [runner])
     requests = [
         engine.submit(parse_prompt(prompt, SamplingParams(**params)))
         for prompt, params in REQUESTS

@@ -17,10 +17,9 @@ FIELDS: dict[str, Any] = {
     "hidden_size": 4096,
     "sliding_window": None,
 }
-OTHERS = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM", "OPTForCausalLM")
-"""Families whose config.json has no ``layer_types`` or no ``rope_scaling``."""
-INDEXED = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
-"""Families in which ``layer_types`` says the same of every layer."""
+OWN_FIELDS = {"GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM", "OPTForCausalLM"}
+"""Families that have neither ``layer_types`` nor ``rope_scaling``."""
+ROTARY = sorted(FAMILIES.keys() - OWN_FIELDS)
 
 
 def problems(architecture: str, **fields: Any) -> list[str]:
@@ -32,7 +31,7 @@ def problems(architecture: str, **fields: Any) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("architecture", [name for name in FAMILIES if name not in OTHERS + INDEXED])
+@pytest.mark.parametrize("architecture", ROTARY)
 def test_layers_and_rotary_embeddings_of_every_family(architecture: str) -> None:
     assert problems(architecture) == []
     scaling = {"type": "xpos"}
@@ -72,6 +71,17 @@ def test_layers_and_rotary_embeddings_of_every_family(architecture: str) -> None
         ("Afmoe", {"scoring_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
         ("Mixtral", {"scoring_func": "sigmoid"}, "scoring_func: expected softmax, got 'sigmoid'"),
         ("Glm4Moe", {"topk_method": "greedy"}, "topk_method: expected noaux_tc, got 'greedy'"),
+        (
+            "DeepseekV32",
+            {"layer_types": ["mamba"] * 2},
+            "layer_types: expected indexed_attention or full_attention, got mamba",
+        ),
+        (
+            "GPTNeo",
+            {"attention_types": [[["global"], 10**12]]},
+            "attention_types: expected global or local for each of 2 layers, in lists with a number of repetitions, "
+            "got [[['global'], 1000000000000]]",
+        ),
     ],
 )
 def test_lists_and_routers_of_some_families(architecture: str, fields: dict[str, Any], expected: str) -> None:

@@ -14,12 +14,14 @@ from jaxserve.layers.expert_activations import ClampedSwiGLU
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import outline
 from jaxserve.models.decoder import DecoderConfig
+from jaxserve.models.deepseek_v2 import DeepseekConfig
 from jaxserve.models.gpt2 import GPT2Config
 from jaxserve.models.gpt_oss import GptOssConfig
 from jaxserve.models.hf_config import read_config_json
 from jaxserve.models.hf_decoder import ACTIVATIONS
 from jaxserve.models.olmo2 import PostNormLayer
 from jaxserve.models.registry import Family, config_from_hf, family, supported_architectures
+from tests.random_checkpoint import DEEPSEEK, LLAMA
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -250,6 +252,19 @@ def test_dtype_under_both_names(raw: dict[str, Any], dtype: str) -> None:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name: str) -> None:
     assert read(hidden_act=name).activation == ACTIVATIONS[name]
+
+
+def test_the_context_of_command_r_is_not_its_number_of_positions() -> None:
+    raw = {**LLAMA, "architectures": ["CohereForCausalLM"], "max_position_embeddings": 64, "model_max_length": 512}
+    assert config_from_hf(raw, "config.json").max_positions == 512
+
+
+@pytest.mark.parametrize("family", ["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Mistral4", "Youtu"])
+def test_the_rotated_part_of_a_head_with_latents_is_the_one_named_so(family: str) -> None:
+    raw = {**DEEPSEEK, "architectures": [f"{family}ForCausalLM"], "head_dim": 128}
+    config = config_from_hf(raw, "config.json")
+    assert isinstance(config, DeepseekConfig)
+    assert config.head_dim == config.rope.rotary_dim == DEEPSEEK["qk_rope_head_dim"]
 
 
 def test_unknown_activation_is_refused() -> None:

@@ -41,12 +41,11 @@ def test_the_reason_and_the_nearest_are_said(name: str) -> None:
 
 
 def test_names_that_nobody_knows_get_the_list() -> None:
-    text = refused(architectures=["LlamaForCasualLM"])
-    known = ", ".join(supported_architectures())
-    assert text.endswith(f"supported: {known}; did you mean LlamaForCausalLM?")
-    assert refused(architectures=["SomeForCausalLM"]).endswith(f"supported: {known}")
+    listed = f"supported: {', '.join(supported_architectures())}"
+    assert refused(architectures=["LlamaForCasualLM"]).endswith(f"{listed}; did you mean LlamaForCausalLM?")
+    assert refused(architectures=["SomeForCausalLM"]).endswith(listed)
     text = refused(architectures=["SomeForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling.Some"})
-    assert text.endswith(f"{known}; code in the checkpoint (auto_map) is never run")
+    assert text.endswith(f"{listed}; code in the checkpoint (auto_map) is never run")
 
 
 def test_the_nearest_run_and_the_refused_do_not() -> None:

@@ -39,7 +39,7 @@ def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine, Re
     runner = RemoteRunner(settings)
     local = start_engine(settings).engine
     plan = plan_engine(settings)
-    remote = assemble_engine(settings, plan, find_tokenizer(settings, plan.directory), [runner])
+    remote = assemble_engine(settings, plan, find_tokenizer(settings, plan.directory), None, [runner])
     yield local, remote, runner
     local.close()
     remote.close()
