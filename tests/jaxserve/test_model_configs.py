@@ -254,6 +254,14 @@ def test_activations(name: str) -> None:
     assert read(hidden_act=name).activation == ACTIVATIONS[name]
 
 
+@pytest.mark.parametrize("family", ["Exaone4", "ExaoneMoe"])
+def test_all_layers_of_exaone_rotate_if_none_has_a_window(family: str) -> None:
+    raw = {**LLAMA, "architectures": [f"{family}ForCausalLM"], "num_hidden_layers": 4}
+    for window, rotates in ((None, (True,) * 4), (8, (True, True, True, False))):
+        config = config_from_hf({**raw, "sliding_window": window}, "config.json")
+        assert isinstance(config, DecoderConfig) and config.rope_layers == rotates
+
+
 def test_the_context_of_command_r_is_not_its_number_of_positions() -> None:
     raw = {**LLAMA, "architectures": ["CohereForCausalLM"], "max_position_embeddings": 64, "model_max_length": 512}
     assert config_from_hf(raw, "config.json").max_positions == 512
