@@ -68,8 +68,8 @@ def library() -> ctypes.CDLL:
 
 
 def instructions() -> str:
-    """Name the newest instructions that the kernels use here: ``avx2``, ``avx512``, ``avx512bf16`` (AMD's, with products
-    of bfloat16), or ``amx`` (AVX-512 with tiles)."""
+    """Name the newest instructions that the kernels use here: ``avx2``, ``avx512``, ``avx512bf16`` (AMD's, with
+    products of bfloat16), or ``amx`` (AVX-512 with tiles)."""
     return _INSTRUCTIONS[min(library().jaxserve_instructions(), _INSTRUCTIONS.index(_limit()))]
 
 

@@ -54,9 +54,14 @@ REFUSED: Final = (
     Refused(
         _IMAGES,
         _QWEN3_VL,
-        ("InternVLChat", "LlavaOnevision2", "VideoLlama3", "VideoLlava", "Ovis", "Ovis2", "Molmo", "Molmo2")
-        + ("MiniCPMV", "MiniCPMO", "GotOcr2", "Janus", "Aria", "Chameleon", "Emu3", "FastVlm", "Fuyu", "Blip2")
-        + ("InstructBlip", "Kosmos2", "PerceptionLM", "DotsOCR", "VisionEncoderDecoder"),
+        ("LlavaOnevision2", "VideoLlama3", "VideoLlava", "Ovis", "Ovis2")
+        + ("Molmo", "Molmo2", "MiniCPMV", "MiniCPMO", "GotOcr2", "Janus", "Aria", "Chameleon", "Emu3", "FastVlm")
+        + ("Fuyu", "Blip2", "InstructBlip", "Kosmos2", "PerceptionLM", "DotsOCR", "VisionEncoderDecoder"),
+    ),
+    Refused(
+        f"{_IMAGES} and code in the checkpoint, which is never run",
+        "the language model of InternVL in the form of transformers (InternVLForConditionalGeneration)",
+        ("InternVLChat",),
     ),
     Refused(_ALL_MEDIA, "Phi-4-mini (Phi3ForCausalLM)", ("Phi4MM", "Phi4Multimodal")),
     Refused(_ALL_MEDIA, "the language model of Gemma 4 (Gemma4ForConditionalGeneration)", ("Gemma3n",)),
@@ -91,6 +96,8 @@ REFUSED: Final = (
     Refused(_DIFFUSION, _QWEN25, ("Dream", "SDAR")),
     Refused(_DIFFUSION, _GEMMA3, ("DiffusionGemma",)),
     Refused(_REMOTE, _GLM4, ("ChatGLM",)),
+    Refused(_REMOTE, "EXAONE 4 (Exaone4ForCausalLM)", ("Exaone",)),
+    Refused(_REMOTE, "Hunyuan A13B (HunYuanMoEV1ForCausalLM)", ("HunYuan",)),
     Refused(_REMOTE, _QWEN25, ("QWen", "InternLM", "InternLM2", "InternLM3", "InternLM2VE", "Orion", "MiniCPM")),
     Refused(_REMOTE, _LLAMA2, ("Aquila", "Xverse", "Skywork", "DeciLM")),
     Refused(_POSITIONS, _LLAMA2, ("MPT", "Mpt", "Bloom", "RW")),
