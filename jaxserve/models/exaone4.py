@@ -40,8 +40,14 @@ _DEFAULTS: Final = FamilyDefaults(
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> DecoderConfig:
-    """Read a config of Exaone4ForCausalLM; ``sliding_window`` null means that all layers are full and rotate."""
-    base = read_decoder(fields, architecture, _DEFAULTS)
+    """Read a config of Exaone4ForCausalLM."""
+    return read_exaone(fields, architecture, _DEFAULTS)
+
+
+def read_exaone(fields: ConfigFields, architecture: str, defaults: FamilyDefaults) -> DecoderConfig:
+    """Read the fields that EXAONE 4 and K-EXAONE share; ``sliding_window`` null means that all layers are full and
+    rotate."""
+    base = read_decoder(fields, architecture, defaults)
     if fields.nullable_integer("sliding_window", 4096) is None:
         return base
     return rotate_within_windows(base)

@@ -8,9 +8,9 @@ from jaxserve.layers.sparse_mlp import ExpertNames
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_decoder
 from jaxserve.models.deepseek_v3 import read_corrected_routing
-from jaxserve.models.exaone4 import read_exaone_windows
+from jaxserve.models.exaone4 import read_exaone, read_exaone_windows
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes, read_decoder, rotate_within_windows
+from jaxserve.models.hf_decoder import FamilyDefaults, class_sizes
 from jaxserve.models.sparse_decoder import SparseConfig, build_sparse_layer, read_listed_sparse_layers
 
 _DEFAULTS: Final = FamilyDefaults(
@@ -24,9 +24,9 @@ _NAMES: Final = ExpertNames(correction="e_score_correction_bias")
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> SparseConfig:
-    """Read a config of ExaoneMoeForCausalLM: only layers with a window rotate."""
+    """Read a config of ExaoneMoeForCausalLM."""
     fields = fields.with_aliases({"num_experts": "n_routed_experts"})
-    base = rotate_within_windows(read_decoder(fields, architecture, _DEFAULTS))
+    base = read_exaone(fields, architecture, _DEFAULTS)
     dense = fields.integer("first_k_dense_replace", 1, minimum=0)
     expert_ffn_size = fields.integer("moe_intermediate_size", 1024)
     return SparseConfig(

@@ -53,8 +53,11 @@ class LagunaConfig(MellumConfig):
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> LagunaConfig:
-    """Read a config of LagunaForCausalLM: ``mlp_layer_types`` says which layers are dense, by default the first."""
-    fields = with_default_rope(fields, _ROPES)
+    """Read a config of LagunaForCausalLM: ``mlp_layer_types`` says which layers are dense, by default the first.
+
+    As in transformers, ``partial_rotary_factor`` counts only in the rotary embedding of a type of layers.
+    """
+    fields = with_default_rope(fields, _ROPES).replaced({"partial_rotary_factor": None})
     base = read_decoder(fields, architecture, _DEFAULTS)
     gating: object = fields.raw.get("gating", True)
     if gating not in (True, "per-head", "per-element"):

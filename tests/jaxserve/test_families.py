@@ -181,7 +181,9 @@ ROWS = {
     ),
     "helium": Row(family="Helium", raw={"hidden_size": 96, "attention_bias": True, "mlp_bias": True}),
     "youtu": Row(family="Youtu", raw={name: DEEPSEEK[name] for name in DEEPSEEK if "experts" not in name}, seed=1),
-    "nemotron": Row(family="Nemotron", raw={"norm_eps": 1e-4} | rope("default", partial_rotary_factor=0.5)),
+    "nemotron": Row(
+        family="Nemotron", raw={"norm_eps": 1e-4, "num_hidden_layers": 2} | rope("default", partial_rotary_factor=0.5)
+    ),
     "jais2": Row(family="Jais2", raw={"layer_norm_eps": 1e-4}),
     "phi": Row(
         family="Phi", raw={"hidden_size": 96, "layer_norm_eps": 1e-4} | rope("default", partial_rotary_factor=0.5)

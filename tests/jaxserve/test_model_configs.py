@@ -19,6 +19,7 @@ from jaxserve.models.gpt2 import GPT2Config
 from jaxserve.models.gpt_oss import GptOssConfig
 from jaxserve.models.hf_config import read_config_json
 from jaxserve.models.hf_decoder import ACTIVATIONS
+from jaxserve.models.laguna import LagunaConfig
 from jaxserve.models.olmo2 import PostNormLayer
 from jaxserve.models.registry import Family, config_from_hf, family, supported_architectures
 from tests.random_checkpoint import DEEPSEEK, LLAMA
@@ -252,6 +253,23 @@ def test_dtype_under_both_names(raw: dict[str, Any], dtype: str) -> None:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations(name: str) -> None:
     assert read(hidden_act=name).activation == ACTIVATIONS[name]
+
+
+@pytest.mark.parametrize("family", ["Exaone4", "ExaoneMoe"])
+def test_all_layers_of_exaone_rotate_if_none_has_a_window(family: str) -> None:
+    raw = {**LLAMA, "architectures": [f"{family}ForCausalLM"], "num_hidden_layers": 4}
+    for window, rotates in ((None, (True,) * 4), (8, (True, True, True, False))):
+        config = config_from_hf({**raw, "sliding_window": window}, "config.json")
+        assert isinstance(config, DecoderConfig) and config.rope_layers == rotates
+
+
+def test_the_share_that_rotates_in_laguna_is_that_of_each_type_of_layers() -> None:
+    ropes = {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": {"rope_theta": 100.0}}
+    types = ["full_attention", "sliding_attention"] * 3
+    raw = {"rope_parameters": ropes, "partial_rotary_factor": 0.25, "layer_types": types, "num_hidden_layers": 6}
+    config = config_from_hf({"architectures": ["LagunaForCausalLM"], **raw}, "config.json")
+    assert isinstance(config, LagunaConfig)
+    assert (config.rope.rotary_dim, config.local_rope.rotary_dim) == (64, 128)
 
 
 def test_the_context_of_command_r_is_not_its_number_of_positions() -> None:
