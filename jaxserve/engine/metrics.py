@@ -10,6 +10,8 @@ from jaxserve.api.metric_types import Counter, Distribution, Gauge, Metric
 from jaxserve.api.outputs import FinishReason
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState
+from jaxserve.scheduling.drafts import DraftCounts
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.step import Step
 
 PREFIX = "jaxserve:"
@@ -156,7 +158,22 @@ class EngineMetrics:
         for reason, count in self._finished.items():
             found.append(Counter(f"{PREFIX}request_success", {"finished_reason": reason}, count))
         found += [metric.snapshot(PREFIX) for metric in self._distributions.values()]
-        return found
+        return found + _draft_metrics(schedulers)
+
+
+def _draft_metrics(schedulers: Sequence[Scheduler]) -> list[Metric]:
+    """Return the counters of speculative decoding; none without it."""
+    counts = DraftCounts()
+    for scheduler in schedulers:
+        counts.add(scheduler.draft_counts)
+    accepted = counts.num_accepted
+    values = {"drafts": counts.num_drafts, "draft_tokens": counts.num_tokens, "accepted_tokens": accepted.total()}
+    name, positions = f"{PREFIX}spec_decode_num", range(schedulers[0].limits.max_draft_tokens)
+    found: list[Metric] = [Counter(f"{name}_{what}", {}, value) for what, value in values.items() if positions]
+    return found + [
+        Counter(f"{name}_accepted_tokens_per_pos", {"position": str(position)}, accepted[position])
+        for position in positions
+    ]
 
 
 def _request_values(request: RequestState, first_s: float, last_s: float) -> dict[str, float]:
