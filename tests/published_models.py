@@ -158,6 +158,12 @@ PUBLISHED: Final[Mapping[str, Published]] = {
         "MiniMaxM2ForCausalLM", {"rotary_dim": 64, "attn_type_list": [1] * 62, "scoring_func": "sigmoid"}, 228.7
     ),
     "Hy3 295B": Published("HYV3ForCausalLM", {}, 295.0),
+    "dots.llm1 142B": Published(
+        "Dots1ForCausalLM",
+        sizes(152064, 4096, 10944, 62, 32, 32, first_k_dense_replace=1, n_shared_experts=2, scoring_func="noaux_tc")
+        | _experts(128, 6, 1408, "n_routed_experts"),
+        142.0,
+    ),
     "OLMo-3 7B": Published("Olmo3ForCausalLM", sizes(100278, 4096, 11008, 32, 32, 32), 7.3),
     "OLMo-3 32B": Published("Olmo3ForCausalLM", sizes(100278, 5120, 27648, 64, 40, 8), 32.2),
     # The card's 109 has the encoder, of which the language model is added up.

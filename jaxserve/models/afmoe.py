@@ -47,8 +47,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> AfmoeConfig:
     """Read a config of AfmoeForCausalLM: only layers with a window rotate."""
     base = read_decoder(fields, architecture, _DEFAULTS)
     routing = dataclasses.replace(
-        read_routing(fields, "num_experts", 64, 6, is_normalized=True),
-        scoring="sigmoid",
+        read_routing(fields, "num_experts", 64, 6, is_normalized=True, scoring="sigmoid"),
         is_corrected=True,
         scale=fields.number("route_scale", 1.0),
     )

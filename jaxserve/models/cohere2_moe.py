@@ -83,8 +83,8 @@ def _read_routing(fields: ConfigFields) -> Routing:
     """Read how experts are chosen: a softmax over the chosen ones, or a sigmoid of each."""
     is_softmax = _choice(fields, "expert_selection_fn", ("softmax", "sigmoid")) == "softmax"
     is_normalized = fields.flag("norm_topk_prob", True) or is_softmax
-    routing = read_routing(fields, "num_experts", 8, 2, is_normalized=is_normalized)
-    return routing if is_softmax else dataclasses.replace(routing, scoring="sigmoid")
+    scoring = "softmax" if is_softmax else "sigmoid"
+    return read_routing(fields, "num_experts", 8, 2, is_normalized=is_normalized, scoring=scoring)
 
 
 def _choice(fields: ConfigFields, field: str, choices: tuple[str, str]) -> str:

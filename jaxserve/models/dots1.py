@@ -30,8 +30,10 @@ _DEFAULTS: Final = FamilyDefaults(
 
 
 def config_from_hf(fields: ConfigFields, architecture: str) -> SparseConfig:
-    """Read a config of Dots1ForCausalLM."""
+    """Read a config of Dots1ForCausalLM, whose published files call a sigmoid with a bias ``noaux_tc``."""
     fields = fields.with_defaults({"norm_topk_prob": False})
+    if fields.raw.get("scoring_func") == "noaux_tc":
+        fields = fields.replaced({"scoring_func": "sigmoid"})
     base = read_decoder(fields, architecture, _DEFAULTS)
     dense, expert_ffn_size = (
         fields.integer("first_k_dense_replace", 0, minimum=0),

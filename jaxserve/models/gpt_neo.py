@@ -14,7 +14,7 @@ from jaxserve.models import gpt2
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.gpt2 import GPT2Config
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import Windows
+from jaxserve.models.hf_decoder import MAX_LAYERS, Windows
 
 _NAMES: Final = {"num_heads": "n_head", "num_layers": "n_layer", "intermediate_size": "n_inner"}
 
@@ -58,7 +58,7 @@ def _expanded(types: Sequence[object]) -> list[object]:
     for each in types:
         match each:
             case [[*names], int(count)]:
-                kinds += cast(list[object], names) * count
+                kinds += cast(list[object], names) * min(count, MAX_LAYERS)
             case _:
                 kinds.append(each)
     return kinds

@@ -62,8 +62,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> LagunaConfig:
     if fields.flag("moe_apply_router_weight_on_input", False):
         fields.note("moe_apply_router_weight_on_input", "expected false: weights multiply the experts' outputs")
     routing = dataclasses.replace(
-        read_routing(fields, "num_experts", 256, 8, is_normalized=True),
-        scoring="sigmoid",
+        read_routing(fields, "num_experts", 256, 8, is_normalized=True, scoring="sigmoid"),
         is_corrected=True,
         scale=fields.number("moe_routed_scaling_factor", 1.0),
         logit_cap=fields.number("moe_router_logit_softcapping", 0.0, is_zero_allowed=True) or None,

@@ -34,7 +34,6 @@ _QWEN3_MOE: Final = "Qwen3-30B-A3B (Qwen3MoeForCausalLM)"
 _QWEN25: Final = "Qwen2.5-7B (Qwen2ForCausalLM)"
 _QWEN3_VL: Final = "the language model of Qwen3-VL (Qwen3VLForConditionalGeneration)"
 _GEMMA3: Final = "the language model of Gemma 3 (Gemma3ForConditionalGeneration)"
-_GLM45: Final = "GLM-4.5-Air (Glm4MoeForCausalLM)"
 _GLM4: Final = "GLM-4-9B (GlmForCausalLM)"
 _LLAMA: Final = "Llama 3.1 8B (LlamaForCausalLM)"
 _LLAMA2: Final = "Llama 2 7B (LlamaForCausalLM)"
@@ -42,9 +41,8 @@ _MISTRAL: Final = "Mistral 7B (MistralForCausalLM)"
 _EMBEDDING: Final = "Qwen3-Embedding-0.6B (Qwen3ForCausalLM)"
 
 REFUSED: Final = (
-    Refused(_IMAGES, _LLAMA, ("Mllama", "Llava", "LlavaNext", "VipLlava")),
-    Refused(_IMAGES, _GLM45, ("Glm4vMoe",)),
-    Refused(_IMAGES, "GLM-4-9B-0414 (Glm4ForCausalLM)", ("Glm4v", "Glm46V", "GlmOcr")),
+    Refused(_IMAGES, _LLAMA, ("Mllama", "VipLlava")),
+    Refused(_IMAGES, "GLM-4-9B-0414 (Glm4ForCausalLM)", ("GlmOcr",)),
     Refused(_IMAGES, _GEMMA3, ("PaliGemma",)),
     Refused(_IMAGES, "SmolLM3 (SmolLM3ForCausalLM)", ("SmolVLM", "Idefics", "Idefics2", "Idefics3")),
     Refused(_IMAGES, "Command R7B (Cohere2ForCausalLM)", ("AyaVision", "Cohere2Vision")),
@@ -56,9 +54,14 @@ REFUSED: Final = (
     Refused(
         _IMAGES,
         _QWEN3_VL,
-        ("InternVL", "InternVLChat", "LlavaOnevision", "LlavaOnevision2", "VideoLlama3", "VideoLlava", "Ovis", "Ovis2")
+        ("LlavaOnevision2", "VideoLlama3", "VideoLlava", "Ovis", "Ovis2")
         + ("Molmo", "Molmo2", "MiniCPMV", "MiniCPMO", "GotOcr2", "Janus", "Aria", "Chameleon", "Emu3", "FastVlm")
         + ("Fuyu", "Blip2", "InstructBlip", "Kosmos2", "PerceptionLM", "DotsOCR", "VisionEncoderDecoder"),
+    ),
+    Refused(
+        f"{_IMAGES} and code in the checkpoint, which is never run",
+        "the language model of InternVL in the form of transformers (InternVLForConditionalGeneration)",
+        ("InternVLChat",),
     ),
     Refused(_ALL_MEDIA, "Phi-4-mini (Phi3ForCausalLM)", ("Phi4MM", "Phi4Multimodal")),
     Refused(_ALL_MEDIA, "the language model of Gemma 4 (Gemma4ForConditionalGeneration)", ("Gemma3n",)),
@@ -93,6 +96,8 @@ REFUSED: Final = (
     Refused(_DIFFUSION, _QWEN25, ("Dream", "SDAR")),
     Refused(_DIFFUSION, _GEMMA3, ("DiffusionGemma",)),
     Refused(_REMOTE, _GLM4, ("ChatGLM",)),
+    Refused(_REMOTE, "EXAONE 4 (Exaone4ForCausalLM)", ("Exaone",)),
+    Refused(_REMOTE, "Hunyuan A13B (HunYuanMoEV1ForCausalLM)", ("HunYuan",)),
     Refused(_REMOTE, _QWEN25, ("QWen", "InternLM", "InternLM2", "InternLM3", "InternLM2VE", "Orion", "MiniCPM")),
     Refused(_REMOTE, _LLAMA2, ("Aquila", "Xverse", "Skywork", "DeciLM")),
     Refused(_POSITIONS, _LLAMA2, ("MPT", "Mpt", "Bloom", "RW")),

@@ -99,6 +99,7 @@ FAMILIES: Final[dict[str, str]] = {
 }
 
 PARSERS: Final[Mapping[str, FamilyParsers]] = {
+    "AfmoeForCausalLM": FamilyParsers(("hermes",), ("deepseek_r1",)),
     "ApertusForCausalLM": FamilyParsers(("apertus",), ("apertus",)),
     "Cohere2ForCausalLM": FamilyParsers(("cohere_command3",), ("cohere_command3",)),
     "Cohere2MoeForCausalLM": FamilyParsers(("cohere_command4",), ("cohere_command4",)),

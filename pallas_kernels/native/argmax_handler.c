@@ -53,7 +53,7 @@ EXPORT FfiError *jaxserve_argmax(FfiFrame *frame) {
       .num_rows = *(const int32_t *)ffi_argument(frame, 1)->data,
       .width = numbers->dims[1],
       .num_pieces = (numbers->dims[1] + PIECE - 1) / PIECE,
-      .find = instructions_in_use() >= 2 ? avx512_largest : avx2_largest,
+      .find = instructions_in_use() >= HAS_AVX512 ? avx512_largest : avx2_largest,
   };
   if (job.num_rows > numbers->dims[0]) job.num_rows = numbers->dims[0];
   if (job.num_rows < 0) job.num_rows = 0;

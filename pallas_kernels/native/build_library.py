@@ -18,6 +18,7 @@ LIBRARY = "libjaxserve_native.so"
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma")
 AVX2 = ("-mavx2", "-mfma")
 AMX = (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+AVX512BF16 = (*AVX512, "-mavx512bf16")
 OBJECTS = (
     {
         f"{name}_{isa}": (f"{name}.c", flags)
@@ -25,6 +26,7 @@ OBJECTS = (
         for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
     }
     | {f"{name}_amx": (f"{name}_amx.c", AMX) for name in ("attention", "linear")}
+    | {"linear_avx512bf16": ("linear.c", AVX512BF16)}
     | {
         name: (f"{name}.c", ())
         for name in (

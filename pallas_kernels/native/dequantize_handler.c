@@ -3,5 +3,5 @@
 #include "handlers.h"
 
 EXPORT void jaxserve_dequantize(const Dequantize *job) {
-  (instructions_in_use() >= 2 ? avx512_dequantize : avx2_dequantize)(job);
+  (instructions_in_use() >= HAS_AVX512 ? avx512_dequantize : avx2_dequantize)(job);
 }

@@ -8,7 +8,7 @@
 
 // Python refuses a library of another version, and puts the number into the names of its targets: programs that were
 // compiled for older handlers must not find these. Raise it when handlers, arguments, attributes or layouts change.
-enum { VERSION = 14 };
+enum { VERSION = 15 };
 EXPORT int jaxserve_version(void) { return VERSION; }
 
 // Whether the CPU multiplies bfloat16 on tiles, and the system lets this process.
@@ -19,22 +19,26 @@ static int has_amx(void) {
   return syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
 }
 
-// 3: AVX-512 and AMX; 2: AVX-512; 1: AVX2; 0: none of them, and nothing here runs.
+// Whether products of bfloat16 are faster than widening it: AMD's do twice the work of a product of floats, Intel's half.
+static int has_fast_bf16(void) { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd"); }
+
+// The latest of the sets of instructions, HAS_NONE if nothing here runs.
 EXPORT int jaxserve_instructions(void) {
   static _Atomic int found = -1;
   if (found >= 0) return found;
   __builtin_cpu_init();
   const int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (has_avx512) found = __builtin_cpu_supports("avx512bf16") && has_amx() ? 3 : 2;
-  else found = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (has_avx512 && __builtin_cpu_supports("avx512bf16") && has_amx()) found = HAS_AMX;
+  else if (has_avx512) found = has_fast_bf16() ? HAS_AVX512BF16 : HAS_AVX512;
+  else found = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? HAS_AVX2 : HAS_NONE;
   return found;
 }
 EXPORT void jaxserve_set_threads(int count) { set_num_threads(count); }
 EXPORT int jaxserve_threads(void) { return num_threads(); }
 
 // Machines with newer instructions and without them give the same bits if both are limited to those they share.
-static _Atomic int most_instructions = 3;
+static _Atomic int most_instructions = HAS_AMX;
 EXPORT void jaxserve_limit_instructions(int most) { most_instructions = most; }
 
 int instructions_in_use(void) {
@@ -43,8 +47,8 @@ int instructions_in_use(void) {
 }
 
 const Kernels *choose_kernels(int page_size, int width, int is_bf16) {
-  if (instructions_in_use() < 2 || page_size % avx512_kernels.lanes != 0) return &avx2_kernels;
-  return instructions_in_use() >= 3 && is_bf16 && width % 32 == 0 ? &amx_kernels : &avx512_kernels;
+  if (instructions_in_use() < HAS_AVX512 || page_size % avx512_kernels.lanes != 0) return &avx2_kernels;
+  return instructions_in_use() >= HAS_AMX && is_bf16 && width % 32 == 0 ? &amx_kernels : &avx512_kernels;
 }
 
 typedef struct {

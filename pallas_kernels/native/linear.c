@@ -1,8 +1,9 @@
-// Multiplies rows by panels of a packed weight; compiled once for AVX-512 and once for AVX2.
+// Multiplies rows by panels of a packed weight; compiled once for AVX-512, once for AVX2, and once for AVX-512 with
+// products of bfloat16, for weights in it alone.
 //
 // Outputs are the lanes and each sum is one chain over its features in order, also where these come in parts, so that a
-// row's result depends on nothing but the row and the weight. Weights in bfloat16 are widened in registers; nothing is
-// rounded.
+// row's result depends on nothing but the row and the weight. Weights in bfloat16 are widened in registers, and nothing
+// is rounded; with products of bfloat16, rows are rounded to it, and the two products of a pair of features are added.
 #include "linear.h"
 
 #include "linear_rows.h"
@@ -12,27 +13,39 @@ enum { ROWS = 12 };
 #else
 enum { ROWS = 6 };
 #endif
+#ifdef __AVX512BF16__
+enum { UNIT = 2 };  // features in 4 bytes of a prepared block
+#else
+enum { UNIT = 1 };
+#endif
 enum {
   VECTORS = 2,      // of a panel's outputs in registers; of a gated one gates, and what they multiply
   FEW_ROWS = ROWS / PANELS_AT_ONCE,  // that leave room for several panels
-  PART = 768,       // features whose part of a panel stays in the cache while all rows pass it
+  PART = 768 * UNIT,  // features whose part of a panel stays in the cache while all rows pass it
   PREFETCH = 4096,  // bytes ahead
 };
 
 static int64_t block_start(const Linear *l, int64_t block) { return l->num_rows * block / l->num_blocks; }
 
-static int64_t block_bytes(const Linear *l) { return (int64_t)sizeof(float) * ROWS * l->padded_in; }
+static int64_t block_bytes(const Linear *l) { return (int64_t)sizeof(float) * ROWS * l->padded_in / UNIT; }
 
 static void prepare_row(const Linear *l, int64_t row, float *to) {
   const float *x = l->x + row * l->num_in;
   const Vec factor = norm_factor(l, x);
+#ifdef __AVX512BF16__
+  for (int64_t k = 0; k < l->padded_in; k += 2 * LANES) {
+    const __m512bh pairs = _mm512_cvtne2ps_pbh(load_prepared(l, x, k + LANES, factor), load_prepared(l, x, k, factor));
+    _mm512_storeu_si512(to + k / UNIT, (__m512i)pairs);
+  }
+#else
   for (int64_t k = 0; k < l->padded_in; k += LANES) {
     const int64_t left = l->padded_in - k;
     vec_store_some(vec_lanes(0, left < LANES ? (int)left : LANES), to + k, load_prepared(l, x, k, factor));
   }
+#endif
 }
 
-// Prepared blocks are [padded_in][rows of the block].
+// Prepared blocks are [padded_in / UNIT][rows of the block]: features, or pairs of them in bfloat16.
 static void prepare(const Linear *l, int64_t block, float *scratch) {
   const int64_t start = block_start(l, block), rows = block_start(l, block + 1) - start;
   float *to = (float *)(l->rows + block * block_bytes(l));
@@ -42,7 +55,7 @@ static void prepare(const Linear *l, int64_t block, float *scratch) {
   }
   for (int64_t r = 0; r < rows; r++) {
     prepare_row(l, start + r, scratch);
-    for (int64_t k = 0; k < l->padded_in; k++) to[k * rows + r] = scratch[k];
+    for (int64_t k = 0; k < l->padded_in / UNIT; k++) to[k * rows + r] = scratch[k];
   }
 }
 
@@ -57,6 +70,15 @@ typedef struct {
   int64_t partial_panel;  // floats from a panel's to the next one's
 } Span;
 
+// Adds a product to each lane, or the two of a pair in bfloat16.
+INLINE Vec add_products(Vec x, Vec weight, Vec sum) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)weight);
+#else
+  return vec_fma(x, weight, sum);
+#endif
+}
+
 // Products of a block's rows with VECTORS vectors of outputs of each panel, over some features.
 INLINE void multiply_tile(const int rows, const int panels, int is_bf16, const Linear *l, Span span) {
   const int vectors = panels * VECTORS, step = VECTORS * LANES == PANEL ? LANES : span.step;
@@ -67,7 +89,7 @@ INLINE void multiply_tile(const int rows, const int panels, int is_bf16, const L
     for (int j = 0; j < vectors; j++)
       sum[r][j] = span.begin == 0 ? vec_zero()
                                   : vec_load(span.partial + j / VECTORS * span.partial_panel + r * PANEL + j % VECTORS * step);
-  const float *x = span.rows + span.begin * rows;
+  const float *x = span.rows + span.begin / UNIT * rows;
   const char *weight = span.weight + span.begin * (is_bf16 ? STEP_BYTES / 2 : STEP_BYTES);
   for (int64_t k = span.begin; k < span.end; k += is_bf16 ? 2 : 1, weight += STEP_BYTES) {
     Vec first[PANELS_AT_ONCE * VECTORS], second[PANELS_AT_ONCE * VECTORS];
@@ -76,16 +98,16 @@ INLINE void multiply_tile(const int rows, const int panels, int is_bf16, const L
       const char *at = weight + j / VECTORS * span.panel_bytes + j % VECTORS * step * 4;
       if (LANES == 16 || j % VECTORS == 0) __builtin_prefetch(at + PREFETCH);
       first[j] = vec_load((const float *)at);
-      if (is_bf16) vec_split_bf16(&first[j], &second[j]);
+      if (is_bf16 && UNIT == 1) vec_split_bf16(&first[j], &second[j]);
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
       const Vec factor = vec_set(x[r]);
 #pragma GCC unroll 6
-      for (int j = 0; j < vectors; j++) sum[r][j] = vec_fma(factor, first[j], sum[r][j]);
+      for (int j = 0; j < vectors; j++) sum[r][j] = add_products(factor, first[j], sum[r][j]);
     }
     x += rows;
-    if (is_bf16) {
+    if (is_bf16 && UNIT == 1) {
 #pragma GCC unroll 12
       for (int r = 0; r < rows; r++) {
         const Vec factor = vec_set(x[r]);
@@ -135,7 +157,9 @@ INLINE void multiply_rows(int rows, int panels, int is_bf16, const Linear *l, Sp
 #endif
   }
 }
+#ifndef __AVX512BF16__
 static void multiply_f32(int rows, int panels, const Linear *l, Span span) { multiply_rows(rows, panels, 0, l, span); }
+#endif
 static void multiply_bf16(int rows, int panels, const Linear *l, Span span) { multiply_rows(rows, panels, 1, l, span); }
 
 // Few rows wait for the weight, of which panels that are read side by side come faster than one after the other.
@@ -161,7 +185,11 @@ static void multiply_panels(const Linear *l, int64_t panel, int panels, int64_t 
             .partial = scratch + (row - first_row) * PANEL + o,
             .partial_panel = num_rows * PANEL,
         };
+#ifdef __AVX512BF16__
+        multiply_bf16(rows, panels, l, span);
+#else
         (l->is_bf16 ? multiply_bf16 : multiply_f32)(rows, panels, l, span);
+#endif
       }
     }
   }
@@ -176,7 +204,9 @@ static void multiply(const Linear *l, int64_t panel, int64_t last_panel, int64_t
   for (; panel < last_panel; panel++) multiply_panels(l, panel, 1, first_block, last_block, scratch);
 }
 
-#ifdef __AVX512F__
+#ifdef __AVX512BF16__
+const LinearKernels avx512bf16_linear = {ROWS, block_bytes, prepare, multiply};
+#elif defined(__AVX512F__)
 const LinearKernels avx512_linear = {ROWS, block_bytes, prepare, multiply};
 #else
 const LinearKernels avx2_linear = {ROWS, block_bytes, prepare, multiply};

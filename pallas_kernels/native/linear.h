@@ -36,4 +36,4 @@ typedef struct {
                    float *scratch);
 } LinearKernels;
 
-extern const LinearKernels avx512_linear, avx2_linear, amx_linear;
+extern const LinearKernels amx_linear, avx512bf16_linear, avx512_linear, avx2_linear;

@@ -104,13 +104,19 @@ static void plan_pieces(LinearJob *job) {
   for (int i = 0; i < job->num_ranges; i++) atomic_init(&job->ranges[i].next, range_start(job, i));
 }
 
+static const LinearKernels *choose(int is_bf16) {
+  const int isa = instructions_in_use();
+  if (isa < HAS_AVX512) return &avx2_linear;
+  if (isa < HAS_AVX512BF16 || !is_bf16) return &avx512_linear;
+  return isa >= HAS_AMX ? &amx_linear : &avx512bf16_linear;
+}
+
 int run_matmuls(Matmul *matmuls, int64_t count) {
   const Linear *l = &matmuls->linear;
-  const int isa = instructions_in_use();
   LinearJob job = {
       .matmuls = matmuls,
       .count = count,
-      .kernels = l->is_bf16 && isa >= 3 ? &amx_linear : isa >= 2 ? &avx512_linear : &avx2_linear,
+      .kernels = choose(l->is_bf16),
       .panels = (l->num_out + l->panel_outs - 1) / l->panel_outs,
   };
   if (!plan_rows(&job)) return 0;

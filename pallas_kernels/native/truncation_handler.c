@@ -48,7 +48,7 @@ EXPORT FfiError *jaxserve_truncation(FfiFrame *frame) {
       .floors = result->data,
       .num_rows = scores->dims[0],
       .width = scores->dims[1],
-      .find = instructions_in_use() >= 2 ? avx512_floor : avx2_floor,
+      .find = instructions_in_use() >= HAS_AVX512 ? avx512_floor : avx2_floor,
   };
   if (job.num_rows <= 1) truncation_job(&job);
   else run_job(truncation_job, &job);

@@ -20,7 +20,7 @@ static void write_job(void *context) {
 }
 
 static void run_write(WriteJob *job) {
-  job->write_tokens = instructions_in_use() >= 2 ? avx512_write_tokens : avx2_write_tokens;
+  job->write_tokens = instructions_in_use() >= HAS_AVX512 ? avx512_write_tokens : avx2_write_tokens;
   if (job->num_tokens <= TOKENS_AT_ONCE) write_job(job);
   else run_job(write_job, job);
 }

@@ -17,7 +17,10 @@ FIELDS: dict[str, Any] = {
     "hidden_size": 4096,
     "sliding_window": None,
 }
-ROTARY = [name for name in FAMILIES if name != "GPT2LMHeadModel"]
+OTHERS = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM", "OPTForCausalLM")
+"""Families whose config.json has no ``layer_types`` or no ``rope_scaling``."""
+INDEXED = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
+"""Families in which ``layer_types`` says the same of every layer."""
 
 
 def problems(architecture: str, **fields: Any) -> list[str]:
@@ -29,7 +32,7 @@ def problems(architecture: str, **fields: Any) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("architecture", ROTARY)
+@pytest.mark.parametrize("architecture", [name for name in FAMILIES if name not in OTHERS + INDEXED])
 def test_layers_and_rotary_embeddings_of_every_family(architecture: str) -> None:
     assert problems(architecture) == []
     scaling = {"type": "xpos"}
@@ -65,12 +68,20 @@ def test_layers_and_rotary_embeddings_of_every_family(architecture: str) -> None
             "num_kv_shared_layers: with 2, layers share keys and values that no layer has",
         ),
         ("MiniMaxM2", {"scoring_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
+        ("Mellum", {"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected 2 entries, one per layer, got 1"),
+        ("Afmoe", {"scoring_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
         ("Mixtral", {"scoring_func": "sigmoid"}, "scoring_func: expected softmax, got 'sigmoid'"),
         ("Glm4Moe", {"topk_method": "greedy"}, "topk_method: expected noaux_tc, got 'greedy'"),
     ],
 )
 def test_lists_and_routers_of_some_families(architecture: str, fields: dict[str, Any], expected: str) -> None:
     assert problems(f"{architecture}ForCausalLM", **fields) == [expected]
+
+
+def test_words_that_published_files_have() -> None:
+    assert problems("Dots1ForCausalLM", scoring_func="noaux_tc") == []
+    assert problems("Glm4MoeLiteForCausalLM", scoring_func="sigmoid", topk_method="noaux_tc") == []
+    assert problems("MiniMaxM2ForCausalLM", scoring_func="sigmoid", attn_type_list=[1, 1], use_routing_bias=True) == []
 
 
 def test_layers_of_mamba_are_the_default_of_granite_hybrid() -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 MESHES = ("tensor=2", "tensor=4", "stage=2")
 EXPERT_MESHES = ("tensor=2", "expert=2", "stage=2")
-ROWS = ("gemma4-e2b", "gemma4-26b", "mistral4", "llama4")
+ROWS = ("gemma4-e2b", "gemma4-26b", "mistral4", "llama4", "laguna", "muse-glimmer")
 HALVES = ("gemma3",)
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
