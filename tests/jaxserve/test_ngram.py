@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve import LLM, AsyncLLM, CompletionOutput, ConfigError, RequestOutput, RequestOutputKind, SamplingParams
+from jaxserve import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    CompletionOutput,
+    ConfigError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from jaxserve.api.request import Request
 from jaxserve.scheduling import drafts
 from jaxserve.scheduling.proposers import registry
@@ -19,6 +28,7 @@ from jaxserve.scheduling.sequence import Sequence
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SUFFIX: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 3}
 CYCLE = [*range(30, 37)] * 3
 STORY = SamplingParams(temperature=0.0, max_tokens=90, logprobs=2, ignore_eos=True)
 
@@ -165,13 +175,15 @@ def test_completions_are_those_without_drafts(llm: LLM, expected: list[RequestOu
         {"num_gpu_blocks_override": 16, "async_scheduling": False},
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        pytest.param({"num_gpu_blocks_override": 16, "speculative_config": SUFFIX}, marks=pytest.mark.slow),
+        pytest.param({"data_parallel_size": 2, "speculative_config": SUFFIX}, marks=pytest.mark.slow),
     ],
-    ids=["preempted", "2 devices", "2 stages of 2 devices"],
+    ids=["preempted", "2 devices", "2 stages of 2 devices", "past outputs, preempted", "past outputs, 2 replicas"],
 )
 def test_completions_are_the_same_on_every_mesh_and_with_few_pages(
     settings: dict[str, Any], expected: list[RequestOutput]
 ) -> None:
-    with LLM("demo", **SETTINGS, **settings, speculative_config=NGRAM) as llm:
+    with LLM("demo", **{**SETTINGS, "speculative_config": NGRAM, **settings}) as llm:
         found = generate(llm, MIX)
         assert metric(llm, "compiles_after_ready") == 0
         if "num_gpu_blocks_override" in settings:
@@ -193,6 +205,9 @@ def test_past_outputs_make_the_same_completions_in_fewer_steps(expected: list[Re
     ]
     names = [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
     with LLM("demo", **SETTINGS, spec_method="suffix", spec_tokens=8) as llm:
+        llm.beam_search(["abcabcabc", "abcabcabc"], BeamSearchParams(beam_width=2, max_tokens=6))
+        generate(llm, [("abcabcabc", {"max_tokens": 1, "prompt_logprobs": 1})] * 2)
+        assert metric(llm, names[0]) == 0, "neither beams nor scores of prompts take drafts"
         for _ in range(2):
             check(generate(llm, MIX), expected)
         first = generate(llm, prompts)
@@ -254,7 +269,7 @@ def test_a_story_is_the_same_with_drafts(stories_model: Path) -> None:
     prompts = ["Once upon a time", "Tom and Tom and Tom", "The cat sat. The cat sat. The cat"]
     settings: dict[str, Any] = {**SETTINGS, "max_num_seqs": 4}
     found: list[list[RequestOutput]] = []
-    for config in (None, NGRAM, {"method": "suffix", "num_speculative_tokens": 3}):
+    for config in (None, NGRAM, SUFFIX):
         with LLM(str(stories_model), **settings, speculative_config=config) as llm:
             found.append(llm.generate(prompts, STORY, use_tqdm=False))
             assert metric(llm, "compiles_after_ready") == 0
