@@ -9,6 +9,8 @@ from jaxserve.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.engine.metrics import EngineMetrics
+from jaxserve.scheduling.drafts import DraftCounts
+from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.server.auth import Caller
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
@@ -82,6 +84,7 @@ class FakeReplica:
         """Its scheduler."""
 
         running, waiting, num_preemptions = (1, 2), (3,), 4
+        limits, draft_counts = SchedulerLimits(2, 8), DraftCounts()
         pages = type("Pages", (), {"num_queried_tokens": 30, "num_hit_tokens": 12})
         allocator = type("Allocator", (), {"usage": 0.25})
 

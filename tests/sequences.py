@@ -36,6 +36,16 @@ def name_of(sequence: Sequence) -> str:
     return sequence.request.request_id
 
 
+class NoState:
+    """A proposer's life cycle, for one that keeps nothing of a sequence."""
+
+    def finish(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing was kept."""
+
+
 STOP_STRING = "the stop string"
 
 

@@ -86,11 +86,19 @@ class EngineConfig:
         deterministic: Make the bits of a greedy or seeded request's results independent of the batch. None: on if
             native kernels run the whole model, where it is free; elsewhere True makes steps up to three times as slow.
         speculative_config: Speculative decoding, such as ``{"method": "ngram", "num_speculative_tokens": 4}``: each
-            step verifies at most that many draft tokens per sequence. ``ngram`` proposes the tokens that followed the
-            latest ``prompt_lookup_max`` tokens (or fewer, down to ``prompt_lookup_min``; both 5 by default) where these
-            first occurred in the prompt or the output. With ``deterministic``, completions are bit for bit those
-            without drafts; otherwise drafts affect them no more than other requests in a batch do. Requests with
-            structured outputs or ``min_tokens`` take no drafts.
+            step verifies at most that many draft tokens per sequence (1 to 64). ``ngram`` proposes the tokens that
+            followed the latest ``prompt_lookup_max`` tokens (or fewer, down to ``prompt_lookup_min``; both 5 by
+            default) where these first occurred in the prompt or the output. ``suffix`` also searches the outputs of
+            finished requests with the same cache salt, unless prefix caching is off: the latest
+            ``suffix_decoding_max_cached_requests`` (10,000; 0: none), of at most 2 million tokens (64 MiB) in all. A
+            longer match proposes more: at most ``suffix_decoding_max_spec_factor`` (1.0) times its length, and both
+            together at most ``suffix_decoding_max_tree_depth`` tokens (24; also the default of
+            ``num_speculative_tokens``); a draft ends where the share of past texts that go on so falls below
+            ``suffix_decoding_min_token_prob`` (0.1). With ``deterministic``, completions are bit for bit those without
+            drafts; otherwise drafts affect them no more than other requests in a batch do. Requests with structured
+            outputs or ``min_tokens`` take no drafts.
+        spec_method: Short for the key ``method`` of ``speculative_config``.
+        spec_tokens: Short for its key ``num_speculative_tokens``.
         async_scheduling: Launch a step before the tokens of the previous step are known.
         max_logprobs: Largest number of logprobs per position that a request may ask for; -1 for the whole vocabulary.
         logprobs_mode: Values of logprobs: ``raw_logprobs`` before masks, penalties and temperature,
@@ -163,6 +171,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     deterministic: bool | None = None
     speculative_config: dict[str, Any] | None = None
+    spec_method: str | None = None
+    spec_tokens: int | None = None
     async_scheduling: bool | None = None
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxserve.api.errors import ConfigError, RequestError
 from jaxserve.api.sampling_params import GENERATION_CONFIG_KEYS, SamplingParams
+from jaxserve.api.speculation import SHORTCUTS, check_speculation
 
 DTYPES = MappingProxyType(
     {
@@ -23,8 +24,6 @@ DTYPES = MappingProxyType(
 
 STEP_KINDS = ("decode", "mixed")
 BLOCK_SIZES = (8, 16, 32, 64, 128)
-SPECULATIVE_METHODS = MappingProxyType({"ngram": ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")})
-"""Methods of ``speculative_config``, and the further keys of each, which are integers >= 1."""
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
 
 _WHOLE_FIELDS = MappingProxyType(
@@ -107,7 +106,8 @@ def check_settings(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[
     _check_numbers(values)
     _check_generation_config("override_generation_config", given.get("override_generation_config", {}))
     _check_compile_sizes("compile_sizes", given.get("compile_sizes", {}))
-    checked["speculative_config"] = _check_speculation("speculative_config", values["speculative_config"])
+    checked["speculative_config"] = check_speculation(values["speculative_config"], values)
+    checked |= dict.fromkeys(SHORTCUTS)  # ``speculative_config`` has them
     return checked
 
 
@@ -145,26 +145,6 @@ def _check_compile_sizes(name: str, values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}.{kind}: expected a list of at least one integer, got {sizes!r}")
         for i, size in enumerate(sizes):
             check_whole(f"{name}.{kind}[{i}]", size, 1)
-
-
-def _check_speculation(name: str, values: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the values without those that are None; None if there are no values."""
-    if values is None:
-        return None
-    given = {key: value for key, value in values.items() if value is not None}
-    method = given.get("method")
-    if method not in tuple(SPECULATIVE_METHODS):
-        raise ConfigError(f"{name}.method: expected one of {', '.join(SPECULATIVE_METHODS)}, got {method!r}")
-    known = SPECULATIVE_METHODS[method]
-    for key in given:
-        if key not in ("method", *known):
-            raise ConfigError(f"{name}: expected method, {', '.join(known)} with method {method!r}; got {key!r}")
-    for key in ("num_speculative_tokens", *(key for key in known if key in given)):
-        check_whole(f"{name}.{key}", given.get(key), 1)
-    least, most = given.get("prompt_lookup_min", 1), given.get("prompt_lookup_max", math.inf)
-    if least > most:
-        raise ConfigError(f"{name}: prompt_lookup_min={least} must be at most prompt_lookup_max={most}")
-    return given
 
 
 def parse_length(name: str, value: Any) -> int:

@@ -17,7 +17,6 @@ _COLLECTIVES = "one process drives all devices; XLA implements their collectives
 _EXPERTS = "the layout says how rows reach experts"
 _METRICS = "these metrics do not exist; see the server's page for those that do"
 _SCHEDULER = "the scheduler has no such limit"
-_SPECULATION = "use `speculative_config`"
 _TRANSFER = "KV transfer is not implemented"
 
 NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
@@ -192,9 +191,7 @@ REFUSED: Final[Mapping[str, Argument]] = MappingProxyType(
         "cpu_offload_gb": Argument("weights are not kept in host memory: use more devices", 0),
         "offload_group_size": Argument("weights are not kept in host memory: use more devices", 0),
         "kv_offloading_size": Argument("pages are not kept in host memory", 0),
-        "spec_method": Argument(_SPECULATION),
-        "spec_model": Argument(_SPECULATION),
-        "spec_tokens": Argument(_SPECULATION),
+        "spec_model": Argument("no method of `speculative_config` reads a model"),
         "enable_lora": Argument("adapters are not implemented: merge them into the model", False),
         "default_mm_loras": Argument("adapters are not implemented", {}),
         "enable_sleep_mode": Argument("sleep mode is not implemented: close the engine", False),

@@ -157,6 +157,8 @@ class Engine:
         replicas[0].replace(self.replicas)
         self.replicas, self._schedulers = replicas, [each for replica in replicas for each in replica.schedulers]
         self._schedulers[0].replace(old)
+        for made, other in zip(self._schedulers, old, strict=False):
+            made.take_proposer(other)
         queued = {sequence for scheduler in old for sequence in scheduler.waiting}
         for request in self._requests.values():
             waiting = [s.sequence for s in request.samples if s.sequence in queued]

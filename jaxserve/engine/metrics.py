@@ -2,7 +2,7 @@
 
 import collections
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 
@@ -10,6 +10,7 @@ from jaxserve.api.metric_types import Counter, Distribution, Gauge, Metric
 from jaxserve.api.outputs import FinishReason
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState
+from jaxserve.scheduling.drafts import DraftCounts
 from jaxserve.scheduling.step import Step
 
 PREFIX = "jaxserve:"
@@ -156,7 +157,23 @@ class EngineMetrics:
         for reason, count in self._finished.items():
             found.append(Counter(f"{PREFIX}request_success", {"finished_reason": reason}, count))
         found += [metric.snapshot(PREFIX) for metric in self._distributions.values()]
-        return found
+        drafts = (scheduler.draft_counts for scheduler in schedulers)
+        return found + _draft_metrics(drafts, schedulers[0].limits.max_draft_tokens)
+
+
+def _draft_metrics(each: Iterable[DraftCounts], num_positions: int) -> list[Metric]:
+    """Return the counters of drafts of at most ``num_positions`` tokens; none without speculative decoding."""
+    counts = DraftCounts()
+    for one in each:
+        counts.add(one)
+    accepted = counts.num_accepted
+    values = {"drafts": counts.num_drafts, "draft_tokens": counts.num_tokens, "accepted_tokens": accepted.total()}
+    name, positions = f"{PREFIX}spec_decode_num", range(num_positions)
+    found: list[Metric] = [Counter(f"{name}_{what}", {}, value) for what, value in values.items() if positions]
+    return found + [
+        Counter(f"{name}_accepted_tokens_per_pos", {"position": str(position)}, accepted[position])
+        for position in positions
+    ]
 
 
 def _request_values(request: RequestState, first_s: float, last_s: float) -> dict[str, float]:

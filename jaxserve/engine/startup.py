@@ -39,9 +39,9 @@ from jaxserve.engine.replica import Replica
 from jaxserve.layers.rope import has_length_regimes
 from jaxserve.models.loading import check_weights
 from jaxserve.parsers import AUTO, ParserNames
-from jaxserve.scheduling.drafts import make_proposer
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits
+from jaxserve.scheduling.proposers.registry import make_proposer
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.structured_output.grammars import GrammarCompiler
 from jaxserve.text.tokenizer import Tokenizer
@@ -150,11 +150,13 @@ def make_replicas(config: EngineConfig, plan: EnginePlan, runners: Iterable[Runn
     drafts, admits_whole = config.num_speculative_tokens, config.enable_chunked_prefill is False
     limits = SchedulerLimits(*sizes, drafts, plan.needs.windows, plan.num_stages, admits_whole)
     depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
-    replicas, proposer = list[Replica](), make_proposer(config.speculative_config)
+    replicas, speculation = list[Replica](), config.speculative_config
     pages, keeps = (sharded.num_pages, sharded.page_size), config.enable_prefix_caching
     for runner in runners:
         allocators = [PageAllocator(*pages, keeps_free_pages=keeps) for _ in range(sharded.num_lanes)]
-        replicas.append(Replica([Scheduler(limits, each, proposer) for each in allocators], runner, depth))
+        replicas.append(
+            Replica([Scheduler(limits, each, make_proposer(speculation)) for each in allocators], runner, depth)
+        )
     return replicas
 
 

@@ -5,41 +5,40 @@ many were accepted: ``Sequence.num_computed`` and ``Sequence.num_pending`` are u
 for that many tokens.
 """
 
+import collections
+import dataclasses
 import itertools
 import logging
 from array import array
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
 
 from jaxserve.scheduling.context_pages import ContextPages
-from jaxserve.scheduling.ngram import NgramProposer
 from jaxserve.scheduling.plan import SchedulerLimits
+from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step import Step
 
 logger = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class DraftProposer(Protocol):
-    """Proposes draft tokens. Proposals affect how many steps a sequence takes, never its tokens."""
+@dataclasses.dataclass
+class DraftCounts:
+    """Counts of verified drafts.
 
-    def propose(self, sequence: Sequence) -> list[int]:
-        """Return any number of tokens that may follow ``sequence.token_ids``; must not modify the sequence.
+    Attributes:
+        num_drafts: Number of rows with draft tokens.
+        num_tokens: Number of their draft tokens.
+        num_accepted: Number of accepted ones by position; the token sampled after them is not one.
+    """
 
-        Those before index ``sequence.num_pending - 1`` are not used: steps in flight may be sampling them.
-        """
-        ...
+    num_drafts: int = 0
+    num_tokens: int = 0
+    num_accepted: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter[int])
 
-
-PROPOSERS: Mapping[str, Callable[[Mapping[str, Any]], DraftProposer]] = MappingProxyType({"ngram": NgramProposer})
-"""The proposer of each method of ``speculative_config``, made from the checked settings."""
-
-
-def make_proposer(config: Mapping[str, Any] | None) -> DraftProposer | None:
-    """Return the proposer of a checked ``speculative_config``; None without one."""
-    return None if config is None else PROPOSERS[config["method"]](config)
+    def add(self, other: "DraftCounts") -> None:
+        """Add other counts."""
+        self.num_drafts += other.num_drafts
+        self.num_tokens += other.num_tokens
+        self.num_accepted += other.num_accepted
 
 
 def takes_drafts(sequence: Sequence) -> bool:
@@ -67,7 +66,7 @@ def add_drafts(
         try:
             drafts = proposer.propose(sequence)[num_in_flight:][: min(limits.max_draft_tokens, budget)]
         except Exception:
-            logger.exception("%s failed; speculative decoding is off from now on", type(proposer).__name__)
+            _log_failure(proposer)
             works = False
             break
         drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), step, pages)]
@@ -85,11 +84,30 @@ def add_drafts(
     return works
 
 
-def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages) -> None:
-    """Undo what a completed step reserved for rejected drafts; see ``Scheduler.complete``."""
+def finish_drafts(proposer: DraftProposer, sequence: Sequence) -> bool:
+    """Tell a proposer that a sequence has finished, or failed; return whether the proposer works."""
+    try:
+        if sequence.finish_reason == "error":
+            proposer.forget(sequence)
+        else:
+            proposer.finish(sequence)
+    except Exception:
+        _log_failure(proposer)
+        return False
+    return True
+
+
+def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, counts: DraftCounts) -> None:
+    """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``."""
     for num_samples, sequence, new in zip(step.plan.num_samples, step.sequences, tokens, strict=True):
-        num_rejected = num_samples - max(len(new), 1)
-        if num_rejected <= 0 or sequence.finish_reason is not None:
+        if num_samples <= 1 or sequence.finish_reason is not None:
+            continue
+        num_accepted = max(len(new), 1) - 1
+        counts.num_drafts += 1
+        counts.num_tokens += num_samples - 1
+        counts.num_accepted.update(range(num_accepted))
+        num_rejected = num_samples - 1 - num_accepted
+        if not num_rejected:
             continue
         sequence.num_pending -= num_rejected
         if sequence.slot >= 0:
@@ -104,3 +122,8 @@ def _reserve(sequence: Sequence, num_drafts: int, step: Step, pages: ContextPage
         pages.grow_to(sequence, end)
         step.plan.grants += pages.grants(sequence)
     return min(end, sequence.decode_limit) - sequence.num_computed
+
+
+def _log_failure(proposer: DraftProposer) -> None:
+    """Log the exception that is handled; the proposer is not asked again."""
+    logger.exception("%s failed; speculative decoding is off from now on", type(proposer).__name__)

@@ -8,11 +8,12 @@ from collections.abc import Sequence as Items
 
 from jaxserve.api.outputs import FinishReason
 from jaxserve.scheduling.context_pages import ContextPages
-from jaxserve.scheduling.drafts import DraftProposer, add_drafts, drop_rejected
+from jaxserve.scheduling.drafts import DraftCounts, add_drafts, drop_rejected, finish_drafts
 from jaxserve.scheduling.endings import Ending, find_ending, find_stop_string
 from jaxserve.scheduling.microbatches import Microbatches
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
+from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step import Step
 
@@ -68,6 +69,7 @@ class Scheduler:
         pages: Allocates the pages of sequences; counts prefix cache hits.
         num_preemptions: Number of preemptions so far.
         num_decode_rows: Number of decode rows planned so far.
+        draft_counts: Counts of the drafts so far.
         num_runnable: Number of running sequences that had tokens left to plan, not waiting for the host, when
             ``schedule`` was last called, and of those it admitted.
         proposer: Proposes draft tokens; None without speculative decoding, and after the proposer has failed.
@@ -81,6 +83,7 @@ class Scheduler:
         self.waiting, self.running = self._queues.waiting, self._queues.running
         self.num_preemptions = 0
         self.num_decode_rows = 0
+        self.draft_counts = DraftCounts()
         self.num_runnable = 0
         self.proposer = proposer
         self._arrivals = itertools.count()
@@ -146,7 +149,7 @@ class Scheduler:
         if plan.pooling or plan.targets:
             step.scored, step.pooled = step.scored_rows(), self._end_pooled(step.pooled_rows())
         if plan.has_drafts:
-            drop_rejected(step, tokens, self.pages)
+            drop_rejected(step, tokens, self.pages, self.draft_counts)
         sampled, previous_s, num_more = step.sampled, step.previous_s, 0
         for sequence, num_samples, new in zip(step.sequences, plan.num_samples, tokens, strict=True):
             if not num_samples or sequence.finish_reason is not None:
@@ -188,6 +191,8 @@ class Scheduler:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         self.pages.release(sequence)
         self._queues.remove(sequence)
+        if self.proposer is not None and not finish_drafts(self.proposer, sequence):
+            self.proposer = None
         if sequence.followers:
             self._queues.enqueue(*sequence.release_followers())
 
@@ -200,9 +205,17 @@ class Scheduler:
 
     def renewed(self) -> "Scheduler":
         """Return a scheduler with the same limits and counters, without sequences, and with all pages free."""
-        made = Scheduler(self.limits, self.allocator.renewed(), self.proposer)
+        made = Scheduler(self.limits, self.allocator.renewed())
         made.replace([self])
+        made.take_proposer(self)
         return made
+
+    def take_proposer(self, other: "Scheduler") -> None:
+        """Go on with the proposer of a scheduler that this one replaces; it forgets the sequences of that one."""
+        self.proposer = other.proposer
+        if self.proposer is not None:
+            for sequence in (*other.waiting, *other.running):
+                self.proposer.forget(sequence)
 
     def abandon(self, sequence: Sequence) -> None:
         """Finish a sequence of a scheduler that has been replaced, unless it has finished."""
@@ -214,6 +227,7 @@ class Scheduler:
         for other in schedulers:
             self.num_preemptions += other.num_preemptions
             self.num_decode_rows += other.num_decode_rows
+            self.draft_counts.add(other.draft_counts)
             self.pages.num_queried_tokens += other.pages.num_queried_tokens
             self.pages.num_hit_tokens += other.pages.num_hit_tokens
 

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from jaxserve import RequestOutput, SamplingParams
-from jaxserve.api import config_checks
+from jaxserve.api import speculation
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.metric_types import Counter
 from jaxserve.api.request import parse_prompt
 from jaxserve.api.structured_params import StructuredOutputsParams
 from jaxserve.engine.startup import StartedEngine, start_engine
-from jaxserve.scheduling import drafts
+from jaxserve.scheduling.proposers import registry
 from jaxserve.scheduling.sequence import Sequence
+from tests.sequences import NoState
 
 SETTINGS: dict[str, Any] = {
     "model": "demo",
@@ -49,7 +50,7 @@ REQUESTS = [
 ]
 
 
-class Proposer:
+class Proposer(NoState):
     """Knows what each sequence will say, and proposes that, something else, or a mixture; nothing at first."""
 
     def __init__(self) -> None:
@@ -82,8 +83,8 @@ class Run:
         """Engines that are started or moved meanwhile ask the proposer."""
         methods, proposers = {"known": ("num_speculative_tokens",)}, {"known": lambda config: self.proposer}
         with (
-            mock.patch.object(config_checks, "SPECULATIVE_METHODS", methods),
-            mock.patch.object(drafts, "PROPOSERS", proposers),
+            mock.patch.object(speculation, "METHODS", methods),
+            mock.patch.object(registry, "PROPOSERS", proposers),
         ):
             yield
 

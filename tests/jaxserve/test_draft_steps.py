@@ -19,7 +19,7 @@ from jaxserve.scheduling.prefix_cache import pack_tokens
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from tests.plan_rows import rows_of
-from tests.sequences import make_sequence, name_of
+from tests.sequences import NoState, make_sequence, name_of
 from tests.tiny_programs import make_program, make_runner, tiny_config
 
 PAGE_SIZE, NUM_PAGES, NUM_TEXTS, MAX_DRAFTS = 8, 8, 16, 4
@@ -54,7 +54,7 @@ def text(number: int) -> Sequence:
     return make_sequence(str(number), prompt, len(prompt), 40, sampling=sampling, stop_ids={STOP: None})
 
 
-class Load:
+class Load(NoState):
     """Texts on a scheduler and a runner, with up to ``depth`` steps in flight and drafts that ``propose`` makes."""
 
     def __init__(self, seed: int = 0, depth: int = 1, expected: list[list[int]] | None = None):

@@ -3,16 +3,16 @@
 from typing import Any
 
 from jaxserve.api.sampling_options import OptionValues
-from jaxserve.scheduling.drafts import DraftProposer
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import ON_DEVICE, Sampling, SchedulerLimits, StepPlan
+from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from tests.plan_rows import Row, rows_of
-from tests.sequences import STOP_STRING, StopAfter, make_sequence, name_of
+from tests.sequences import STOP_STRING, NoState, StopAfter, make_sequence, name_of
 
 
-class Counting:
+class Counting(NoState):
     """Proposes 100, 101, ... : the number of each token's place after the prompt."""
 
     def propose(self, sequence: Sequence) -> list[int]:
@@ -98,7 +98,7 @@ def test_sequences_whose_masks_the_host_makes_get_no_drafts() -> None:
 
 
 def test_rows_with_drafts_follow_those_of_one_token() -> None:
-    class Some:
+    class Some(NoState):
         def propose(self, sequence: Sequence) -> list[int]:
             return [] if name_of(sequence) in "bd" else [1]
 

@@ -1,5 +1,6 @@
 """Counters, gauges and histograms: what they count, and their text form."""
 
+import collections
 import math
 import random
 from typing import Any, cast
@@ -11,7 +12,8 @@ from jaxserve.api.metric_types import HELP, Counter, Distribution, Gauge, Histog
 from jaxserve.api.request import Request
 from jaxserve.engine.metrics import FINISH_REASONS, EngineMetrics
 from jaxserve.engine.request_state import RequestState, Sample
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.drafts import DraftCounts
+from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step import Step
 
@@ -23,7 +25,8 @@ OF_VLLM = (
     "request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds "
     "request_decode_time_seconds request_prompt_tokens request_generation_tokens request_params_n "
     "request_params_max_tokens iteration_tokens_total request_max_num_generation_tokens "
-    "request_prefill_kv_computed_tokens corrupted_requests"
+    "request_prefill_kv_computed_tokens corrupted_requests spec_decode_num_drafts spec_decode_num_draft_tokens "
+    "spec_decode_num_accepted_tokens spec_decode_num_accepted_tokens_per_pos"
 ).split()
 
 
@@ -81,6 +84,8 @@ def fake_replica() -> Any:
 
     class Scheduler:
         running, waiting, num_preemptions, pages, allocator = [1, 2], [3], 4, Pages, Allocator
+        limits = SchedulerLimits(2, 8, max_draft_tokens=2)
+        draft_counts = DraftCounts(5, 10, collections.Counter({0: 4, 1: 3}))
 
     class FakeReplica:
         schedulers, num_steps, num_decode_rows = (Scheduler,), 7, 9
@@ -109,7 +114,11 @@ def test_names_and_kinds() -> None:
     ours = {"compiles_after_ready", "steps", "decode_rows", "stage_ticks", "idle_stage_ticks"}
     assert {name.partition("/")[0] for name in found} == {*OF_VLLM, *ours}
     assert {name.partition("/")[0] for name in found} | {"expert_tokens"} == set(HELP)
-    assert {name for name in found if "/" in name} == {f"request_success/{reason}" for reason in FINISH_REASONS}
+    labelled = {f"request_success/{reason}" for reason in FINISH_REASONS}
+    labelled |= {f"spec_decode_num_accepted_tokens_per_pos/{position}" for position in (0, 1)}
+    assert {name for name in found if "/" in name} == labelled
+    names = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos/0", "accepted_tokens_per_pos/1")
+    assert [found[f"spec_decode_num_{name}"].value for name in names] == [5, 10, 7, 4, 3]
     kinds = {metric.kind for name, metric in found.items() if name.endswith("_seconds")}
     assert kinds == {"histogram"}
     values = {name: found[name].value for name in ("num_requests_running", "num_requests_waiting", "steps")}

@@ -9,15 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve import LLM, AsyncLLM, CompletionOutput, ConfigError, RequestOutput, RequestOutputKind, SamplingParams
+from jaxserve import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    CompletionOutput,
+    ConfigError,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from jaxserve.api.request import Request
 from jaxserve.scheduling import drafts
-from jaxserve.scheduling.drafts import make_proposer
-from jaxserve.scheduling.ngram import NgramProposer
+from jaxserve.scheduling.proposers import registry
+from jaxserve.scheduling.proposers.ngram import NgramProposer
+from jaxserve.scheduling.proposers.registry import make_proposer
 from jaxserve.scheduling.sequence import Sequence
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SUFFIX: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 3}
 CYCLE = [*range(30, 37)] * 3
 STORY = SamplingParams(temperature=0.0, max_tokens=90, logprobs=2, ignore_eos=True)
 
@@ -89,12 +100,13 @@ def test_a_sequence_that_is_cut_and_goes_on_still_gets_lists_of_its_tokens() -> 
 def test_finished_sequences_are_forgotten() -> None:
     proposer = NgramProposer(NGRAM)
     running = decoding([1, 2, 1])
-    for _ in range(1000):
+    for end in (proposer.finish, proposer.forget):
         proposer.propose(running)
         finished = decoding([1, 2, 1])
         proposer.propose(finished)
-        finished.finish_reason = "stop"
-    assert running in proposer._indexes and len(proposer._indexes) <= 64
+        end(finished)
+        end(decoding([1]))
+    assert list(proposer._indexes) == [running]
 
 
 # ---------------------------------------------------------------- completions
@@ -106,7 +118,7 @@ def generate(llm: LLM, requests: list[tuple[Any, dict[str, Any]]]) -> list[Reque
 
 
 def metric(llm: LLM, name: str) -> Any:
-    return {each.name: each.value for each in llm.get_metrics()}[f"jaxserve:{name}"]
+    return {each.name: each.value for each in llm.get_metrics() if not each.labels}[f"jaxserve:{name}"]
 
 
 def repeating(**params: Any) -> tuple[Any, dict[str, Any]]:
@@ -163,13 +175,15 @@ def test_completions_are_those_without_drafts(llm: LLM, expected: list[RequestOu
         {"num_gpu_blocks_override": 16, "async_scheduling": False},
         pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+        pytest.param({"num_gpu_blocks_override": 16, "speculative_config": SUFFIX}, marks=pytest.mark.slow),
+        pytest.param({"data_parallel_size": 2, "speculative_config": SUFFIX}, marks=pytest.mark.slow),
     ],
-    ids=["preempted", "2 devices", "2 stages of 2 devices"],
+    ids=["preempted", "2 devices", "2 stages of 2 devices", "past outputs, preempted", "past outputs, 2 replicas"],
 )
 def test_completions_are_the_same_on_every_mesh_and_with_few_pages(
     settings: dict[str, Any], expected: list[RequestOutput]
 ) -> None:
-    with LLM("demo", **SETTINGS, **settings, speculative_config=NGRAM) as llm:
+    with LLM("demo", **{**SETTINGS, "speculative_config": NGRAM, **settings}) as llm:
         found = generate(llm, MIX)
         assert metric(llm, "compiles_after_ready") == 0
         if "num_gpu_blocks_override" in settings:
@@ -181,6 +195,30 @@ def test_completions_are_the_same_on_every_mesh_and_with_few_pages(
                 scheduler.proposer = None
         llm.reset_prefix_cache()
         check(found, generate(llm, MIX))
+
+
+def test_past_outputs_make_the_same_completions_in_fewer_steps(expected: list[RequestOutput]) -> None:
+    """Of every kind of request; of prompts that are asked again, nearly all drafts are right."""
+    prompts: list[tuple[Any, dict[str, Any]]] = [
+        (f"{number}+{7 * number}=", {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True})
+        for number in range(101, 105)
+    ]
+    names = [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
+    with LLM("demo", **SETTINGS, spec_method="suffix", spec_tokens=8) as llm:
+        llm.beam_search(["abcabcabc", "abcabcabc"], BeamSearchParams(beam_width=2, max_tokens=6))
+        generate(llm, [("abcabcabc", {"max_tokens": 1, "prompt_logprobs": 1})] * 2)
+        assert metric(llm, names[0]) == 0, "neither beams nor scores of prompts take drafts"
+        for _ in range(2):
+            check(generate(llm, MIX), expected)
+        first = generate(llm, prompts)
+        before = [metric(llm, name) for name in names]
+        check(generate(llm, prompts), first)
+        drafts, drafted, accepted = (metric(llm, name) - old for name, old in zip(names, before, strict=True))
+        assert accepted > 0.8 * drafted and accepted > 4 * drafts
+        positions = [each for each in llm.get_metrics() if each.name.endswith("accepted_tokens_per_pos")]
+        assert [each.labels for each in positions] == [{"position": str(position)} for position in range(8)]
+        assert sum(each.value for each in positions) == metric(llm, names[2])
+        assert metric(llm, "compiles_after_ready") == 0
 
 
 def test_drafts_save_steps(llm: LLM) -> None:
@@ -231,11 +269,12 @@ def test_a_story_is_the_same_with_drafts(stories_model: Path) -> None:
     prompts = ["Once upon a time", "Tom and Tom and Tom", "The cat sat. The cat sat. The cat"]
     settings: dict[str, Any] = {**SETTINGS, "max_num_seqs": 4}
     found: list[list[RequestOutput]] = []
-    for config in (None, NGRAM):
+    for config in (None, NGRAM, SUFFIX):
         with LLM(str(stories_model), **settings, speculative_config=config) as llm:
             found.append(llm.generate(prompts, STORY, use_tqdm=False))
             assert metric(llm, "compiles_after_ready") == 0
-    check(found[1], found[0])
+    for others in found[1:]:
+        check(others, found[0])
 
 
 def test_deltas_are_the_completion_and_an_aborted_request_leaves_no_page() -> None:
@@ -267,7 +306,7 @@ def test_a_proposer_that_fails_costs_no_request_anything(
             return super().propose(sequence)
 
     makers: dict[str, Callable[..., Any]] = {"ngram": Failing}
-    monkeypatch.setattr(drafts, "PROPOSERS", makers)
+    monkeypatch.setattr(registry, "PROPOSERS", makers)
     with LLM("demo", **SETTINGS, speculative_config=NGRAM) as llm:
         check(generate(llm, MIX), expected)
     (record,) = [each for each in caplog.records if each.name == drafts.__name__]

@@ -15,7 +15,7 @@ from jaxserve.scheduling.prefix_cache import TOKEN_BYTES
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import HeldPages, Sequence
 from tests.plan_rows import Row, rows_of
-from tests.sequences import STOP_STRING, StopAfter, make_sequence, name_of
+from tests.sequences import STOP_STRING, NoState, StopAfter, make_sequence, name_of
 
 STOP = 4
 Context = tuple[int, ...]
@@ -122,7 +122,7 @@ class Pages:
         return self.written_by[pages[page]][offset]
 
 
-class Events:
+class Events(NoState):
     """One random run. Prompts are of few different tokens and often go on from an earlier text, so that many meet."""
 
     def __init__(self, seed: int, depth: int, num_stages: int = 1):

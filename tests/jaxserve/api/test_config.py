@@ -124,8 +124,11 @@ WRONG = [
         "long_prefill_token_threshold=8 splits prompts, but enable_chunked_prefill=False computes each in one step",
     ),
     ({"speculative_config": "ngram"}, "speculative_config: expected dict, got 'ngram'"),
-    ({"speculative_config": {}}, "speculative_config.method: expected one of ngram, got None"),
-    ({"speculative_config": {"method": "eagle3"}}, "speculative_config.method: expected one of ngram, got 'eagle3'"),
+    ({"speculative_config": {}}, "speculative_config.method: expected one of ngram, suffix, got None"),
+    (
+        {"speculative_config": {"method": "eagle3"}},
+        "speculative_config.method: expected one of ngram, suffix, got 'eagle3'",
+    ),
     ({"speculative_config": {"method": ["ngram"]}}, r"speculative_config.method: .*got \['ngram'\]"),
     (
         {"speculative_config": {"method": "ngram", "model": "m"}},
@@ -134,11 +137,11 @@ WRONG = [
     ),
     (
         {"speculative_config": {"method": "ngram"}},
-        "speculative_config.num_speculative_tokens: expected an integer >= 1, got None",
+        "speculative_config.num_speculative_tokens: expected an integer from 1 to 64, got None",
     ),
     (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": True}},
-        "speculative_config.num_speculative_tokens: expected an integer >= 1, got True",
+        "speculative_config.num_speculative_tokens: expected an integer from 1 to 64, got True",
     ),
     (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 0}},
@@ -154,6 +157,32 @@ WRONG = [
             }
         },
         "speculative_config: prompt_lookup_min=3 must be at most prompt_lookup_max=2",
+    ),
+    ({"speculative_config": {"method": "medusa"}}, "got 'medusa': its heads guess trees of tokens; drafts are chains"),
+    ({"spec_method": "ngram", "spec_tokens": 65}, "num_speculative_tokens: expected an integer from 1 to 64, got 65"),
+    (
+        {"spec_method": "suffix", "speculative_config": {"suffix_max_tree_depth": 8}},
+        "got 'suffix_max_tree_depth'; did you mean suffix_decoding_max_tree_depth?",
+    ),
+    (
+        {"spec_method": "suffix", "speculative_config": {"suffix_decoding_min_token_prob": 1.5}},
+        "speculative_config.suffix_decoding_min_token_prob: expected a number from 0 to 1, got 1.5",
+    ),
+    (
+        {"spec_method": "suffix", "speculative_config": {"suffix_decoding_max_spec_factor": float("nan")}},
+        "suffix_decoding_max_spec_factor: expected a number >= 0, got nan",
+    ),
+    (
+        {"spec_method": "suffix", "speculative_config": {"method": "ngram"}},
+        "spec_method='suffix' and speculative_config.method='ngram' differ: give one of them",
+    ),
+    (
+        {"spec_method": "suffix", "speculative_config": {"rejection_sample_method": "block"}},
+        "speculative_config.rejection_sample_method: expected standard, got 'block'; a draft is kept only if it is",
+    ),
+    (
+        {"spec_method": "suffix", "speculative_config": {"speculative_token_tree": "[(0,)]"}},
+        "got 'speculative_token_tree': drafts are chains, not trees",
     ),
     ({"dtype": "int8"}, "dtype: expected one of auto, float32.*got 'int8'"),
     ({"dtype": None}, "dtype: expected one of .*got None"),
@@ -314,4 +343,4 @@ def test_every_setting_is_used_somewhere(repository: Path) -> None:
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "config":
                     read.add(node.attr)
     unused = {field.name for field in dataclasses.fields(EngineConfig)} - read
-    assert unused == {"convert", "mesh"}, "they stand for other settings"
+    assert unused == {"convert", "mesh", "spec_method", "spec_tokens"}, "they stand for other settings"

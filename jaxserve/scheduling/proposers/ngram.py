@@ -5,8 +5,6 @@ from typing import Any
 
 from jaxserve.scheduling.sequence import Sequence
 
-_FEW_SEQUENCES = 64
-
 
 class NgramProposer:
     """Proposes the tokens that followed the sequence's last n tokens where these first occurred.
@@ -24,13 +22,12 @@ class NgramProposer:
         shortest: int = config.get("prompt_lookup_min", config.get("prompt_lookup_max", 5))
         self._sizes = range(config.get("prompt_lookup_max", shortest), shortest - 1, -1)
         self._indexes: dict[Sequence, _Index] = {}
-        self._max_indexes = _FEW_SEQUENCES
 
     def propose(self, sequence: Sequence) -> list[int]:
         """See ``DraftProposer``: return at most ``num_speculative_tokens`` beyond those that steps in flight sample."""
         index = self._indexes.get(sequence)
         if index is None:
-            index = self._add_index(sequence)
+            index = self._indexes[sequence] = _Index()
         tokens = sequence.token_ids
         index.extend(tokens, self._sizes)
         for size in self._sizes:
@@ -39,13 +36,13 @@ class NgramProposer:
                 return tokens[end : end + self._num_tokens + sequence.num_pending - 1]
         return []
 
-    def _add_index(self, sequence: Sequence) -> "_Index":
-        """Return a new index; first drop those of finished sequences if there are many."""
-        if len(self._indexes) >= self._max_indexes:
-            self._indexes = {each: index for each, index in self._indexes.items() if each.finish_reason is None}
-            self._max_indexes = max(_FEW_SEQUENCES, 2 * len(self._indexes))
-        index = self._indexes[sequence] = _Index()
-        return index
+    def finish(self, sequence: Sequence) -> None:
+        """See ``DraftProposer``."""
+        self.forget(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """See ``DraftProposer``."""
+        self._indexes.pop(sequence, None)
 
 
 class _Index:

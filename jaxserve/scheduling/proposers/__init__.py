@@ -1,0 +1,1 @@
+"""Proposers of draft tokens that run on the host, one file each."""

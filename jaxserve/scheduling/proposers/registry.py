@@ -1,0 +1,19 @@
+"""The proposers of draft tokens, by their method of ``speculative_config``."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jaxserve.scheduling.proposers.ngram import NgramProposer
+from jaxserve.scheduling.proposers.proposer import DraftProposer
+from jaxserve.scheduling.proposers.suffix import SuffixProposer
+
+PROPOSERS: Mapping[str, Callable[[Mapping[str, Any]], DraftProposer]] = MappingProxyType(
+    {"ngram": NgramProposer, "suffix": SuffixProposer}
+)
+"""The proposer of each method, made from the checked settings."""
+
+
+def make_proposer(config: Mapping[str, Any] | None) -> DraftProposer | None:
+    """Return a proposer for a checked ``speculative_config``; None without one."""
+    return None if config is None else PROPOSERS[config["method"]](config)

@@ -1,0 +1,141 @@
+"""Index where runs of tokens occurred: 32 bytes per token, in arrays."""
+
+from collections.abc import Sequence as Items
+from operator import mul
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+SIZES = (16, 6, 2)
+"""Lengths of the runs that are indexed."""
+
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_WORD = (1 << 64) - 1
+_POWERS = {size: [pow(_MULTIPLIER, power, 1 << 64) for power in range(size, 0, -1)] for size in SIZES}
+_MAX_VISITS = 32
+_MAX_PLACES = 16
+_FEW_TOKENS = 24  # up to which single writes are faster than NumPy
+
+
+class TokenIndex:
+    """A ring of tokens, and for each run of 2, 6 or 16 tokens the places where it occurred, the latest first.
+
+    As in a Lempel-Ziv compressor, the runs of one length are in buckets by a hash; each bucket knows its latest run,
+    and each run the one before it in its bucket. Tokens are compared when a run is looked up, so what has been
+    overwritten since is never found. A place is the slot after a run.
+
+    Attributes:
+        num_slots: Length of the ring, a power of two.
+        end: Slot after the last token written.
+
+    Args:
+        num_slots: Length of the ring, a power of two.
+    """
+
+    def __init__(self, num_slots: int):
+        self.num_slots, self.end = num_slots, 0
+        self._shift = 64 - (num_slots.bit_length() - 1)
+        self._tokens = np.zeros(num_slots, np.int64)  # zero: no token
+        self._earlier = [np.zeros(num_slots, np.int32) for _ in SIZES]  # of a run's last slot: the earlier place, or 0
+        self._latest = [np.zeros(num_slots, np.int32) for _ in SIZES]  # of a bucket: the latest place, or 0
+        # Single items of a memoryview are read three times as fast as those of an array.
+        self._token = self._tokens.data
+        self._links = [
+            (size, earlier.data, latest.data)
+            for size, earlier, latest in zip(SIZES, self._earlier, self._latest, strict=True)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(each.nbytes for each in (self._tokens, *self._earlier, *self._latest))
+
+    def erase(self, start: int, end: int) -> None:
+        """Remove the tokens of some slots."""
+        self._tokens[start:end] = 0
+
+    def write(self, start: int, tokens: Items[int]) -> None:
+        """Write tokens, none of which is 0, from a slot on; they go on with what is before, and end with no token."""
+        self.end = end = start + len(tokens)
+        self._tokens[start:end] = tokens
+        self._tokens[end : end + 1] = 0
+        if len(tokens) > _FEW_TOKENS:
+            for size, earlier, latest in zip(SIZES, self._earlier, self._latest, strict=True):
+                self._link_all(max(start, size - 1), size, earlier, latest)
+            return
+        for place in range(start + 1, end + 1):
+            for size, earlier, latest in self._links:
+                if place >= size:
+                    bucket = self._bucket(self._token[place - size : place].tolist(), size)
+                    earlier[place - 1], latest[bucket] = latest[bucket], place
+
+    def following(self, place: int, count: int) -> list[int]:
+        """Return at most ``count`` tokens from a place on; 0 ends a text."""
+        return self._token[place : place + count].tolist()
+
+    def places(self, context: list[int]) -> tuple[list[int], int]:
+        """Find where the longest known end of a text occurred.
+
+        Args:
+            context: The last tokens of a text; a longer match is not looked for. If it is this index's own text, its
+                own end is not found.
+
+        Returns:
+            At most 16 places, the latest first, and the number of tokens that match there.
+        """
+        for size, earlier, latest in self._links:
+            if len(context) < size:
+                continue
+            run = context[-size:]
+            places = self._visit(latest[self._bucket(run, size)], run, earlier)
+            if places:
+                return self._longest(places, size, context)
+        return [], 0
+
+    def _bucket(self, run: list[int], size: int) -> int:
+        return (sum(map(mul, run, _POWERS[size])) & _WORD) >> self._shift
+
+    def _visit(self, place: int, run: list[int], earlier: Any) -> list[int]:
+        """Return the places of a run in its bucket, from the latest in the bucket on, without the end of the ring."""
+        token, size, end, age, found = self._token, len(run), self.end, -1, list[int]()
+        for _ in range(_MAX_VISITS):
+            previous_age, age = age, (end - place) % self.num_slots
+            if not place or age <= previous_age:  # a place that has been overwritten leads anywhere
+                break
+            if place != end and token[place - size : place].tolist() == run:
+                found.append(place)
+                if len(found) == _MAX_PLACES:
+                    break
+            place = earlier[place - 1]
+        return found
+
+    def _longest(self, places: list[int], size: int, context: list[int]) -> tuple[list[int], int]:
+        """Return those of the places where most tokens match, and how many do."""
+        token = self._token
+        for length in range(size + 1, len(context) + 1):
+            expected = context[-length]
+            longer = [place for place in places if place >= length and token[place - length] == expected]
+            if not longer:
+                return places, length - 1
+            places = longer
+        return places, len(context)
+
+    def _link_all(self, first: int, size: int, earlier: npt.NDArray[np.int32], latest: npt.NDArray[np.int32]) -> None:
+        """Link the runs of one length whose last tokens are in the slots from ``first`` to the end."""
+        count = self.end - first
+        if count <= 0:
+            return
+        words = self._tokens.view(np.uint64)
+        hashes = np.zeros(count, np.uint64)
+        for before in range(size - 1, -1, -1):
+            hashes = (hashes + words[first - before : self.end - before]) * np.uint64(_MULTIPLIER)
+        buckets = hashes >> np.uint64(self._shift)
+        order = np.argsort(buckets, kind="stable")
+        ordered, places = buckets[order], (order + first + 1).astype(np.int32)
+        is_first = np.concatenate([[True], ordered[1:] != ordered[:-1]])
+        previous = np.concatenate([places[:1], places[:-1]])
+        previous[is_first] = latest[ordered[is_first]]
+        earlier[places - 1] = previous
+        is_last = np.concatenate([is_first[1:], [True]])
+        latest[ordered[is_last]] = places[is_last]

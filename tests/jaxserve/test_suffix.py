@@ -1,0 +1,191 @@
+"""Drafts from a request's own tokens and past outputs: which are proposed, and of whom they know."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.api.speculation import check_speculation
+from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.plan import SchedulerLimits
+from jaxserve.scheduling.proposers.registry import make_proposer
+from jaxserve.scheduling.proposers.suffix import PastOutputs, SuffixProposer
+from jaxserve.scheduling.proposers.token_index import SIZES, TokenIndex
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
+from tests.sequences import make_sequence
+
+PAST = [*range(100, 140)]
+"""An output without repetition."""
+
+
+def make(**keys: Any) -> SuffixProposer:
+    """A proposer with these keys besides vLLM's defaults."""
+    given = {key if key == "num_speculative_tokens" else f"suffix_decoding_{key}": value for key, value in keys.items()}
+    config = check_speculation({"method": "suffix", **given}, {"spec_method": None, "spec_tokens": None})
+    proposer = make_proposer(config)
+    assert isinstance(proposer, SuffixProposer)
+    return proposer
+
+
+def decoding(tokens: list[int], num_prompt_tokens: int = 1, num_in_flight: int = 0, root: bytes = b"") -> Sequence:
+    """A sequence with a row in the step that is being planned."""
+    return make_sequence("s", tokens, num_prompt_tokens, 1000, num_pending=1 + num_in_flight, cache_root=root)
+
+
+def add_past(proposer: SuffixProposer, tokens: list[int], root: bytes = b"") -> None:
+    """A sequence that has been decoding, and finishes."""
+    sequence = decoding([*tokens], root=root)
+    proposer.propose(sequence)
+    proposer.finish(sequence)
+
+
+# ---------------------------------------------------------------- the index
+
+
+def longest_before(tokens: list[int], depth: int) -> tuple[set[int], int]:
+    """Where the longest known end of a text ended before, among the ends that are indexed."""
+    for length in range(min(depth, len(tokens) - 1), min(SIZES) - 1, -1):
+        run = tokens[-length:]
+        places = {end for end in range(length, len(tokens)) if tokens[end - length : end] == run}
+        if places:
+            return places, length
+    return set(), 0
+
+
+@given(st.lists(st.lists(st.integers(1, 3), max_size=40), min_size=1, max_size=8), st.integers(2, 24))
+def test_the_index_finds_what_a_search_finds(parts: list[list[int]], depth: int) -> None:
+    """Written one token at a time or many at once; but for the places that many others hide."""
+    index, tokens = TokenIndex(512), list[int]()
+    for part in parts:
+        index.write(len(tokens), part)
+        tokens += part
+        expected, expected_length = longest_before(tokens, depth)
+        places, length = index.places(tokens[-depth:])
+        assert places == sorted(places, reverse=True) and len(places) <= 16
+        if len(expected) <= 16 and len(tokens) <= 32:
+            assert (set(places), length) == (expected, expected_length)
+        assert all(tokens[place - length : place] == tokens[len(tokens) - length :] for place in places)
+        assert bool(places) == bool(expected)
+
+
+def test_both_ways_of_writing_make_the_same_index() -> None:
+    tokens = [1 + number * number % 7 for number in range(200)]
+    whole, single = TokenIndex(256), TokenIndex(256)
+    whole.write(0, tokens)
+    for slot, token in enumerate(tokens):
+        single.write(slot, [token])
+    for one, other in itertools.chain(zip(whole._latest, single._latest), zip(whole._earlier, single._earlier)):  # noqa: B905
+        assert one.tolist() == other.tolist()
+    assert whole.num_bytes == 32 * 256
+
+
+@given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=30), max_size=30), st.integers(1, 6))
+def test_past_outputs_are_whole_or_gone(texts: list[list[int]], max_texts: int) -> None:
+    """The latest are there, and nothing of the others is found."""
+    proposer = make()
+    past = PastOutputs(max_texts, proposer._partitions, num_slots=64)
+    for text in texts:
+        past.add(b"", text)
+    kept = [each[-62:] for each in texts[len(texts) - len(past) :]]
+    assert len(past) <= max_texts and (not texts or len(past))
+    assert [past.index.following(each.start, each.end - each.start) for each in past._texts] == kept
+    for text in texts:
+        places, length = past.index.places(text[-24:])
+        run = text[len(text) - length :]
+        assert all(past.index.following(place - length, length) == run for place in places)
+        found = [each for each in past._texts for place in places if each.start <= place - length < place <= each.end]
+        assert len(found) == len(places)
+
+
+# ---------------------------------------------------------------- proposals
+
+
+def test_a_longer_match_proposes_more() -> None:
+    """As many tokens as match, and both together at most the depth."""
+    proposer = make()
+    add_past(proposer, PAST)
+    for match, expected in ((1, 0), (2, 2), (3, 3), (7, 7), (12, 12), (15, 12)):
+        drafts = proposer.propose(decoding([1, *PAST[:match]]))
+        assert drafts == PAST[match : match + expected], match
+    assert len(make(max_spec_factor=0.0).propose(decoding([1, 2, 3, 1, 2]))) == 0
+
+
+def test_keys_limit_the_length() -> None:
+    for keys, expected in (
+        ({"num_speculative_tokens": 4}, 4),
+        ({"max_spec_factor": 2.0}, 16),
+        ({"max_tree_depth": 8}, 4),
+        ({"max_spec_factor": 0.5}, 5),
+    ):
+        proposer = make(**keys)
+        add_past(proposer, PAST)
+        assert proposer.propose(decoding([1, *PAST[:11]])) == PAST[11 : 11 + expected], keys
+
+
+def test_drafts_come_from_the_prompt_too_and_reach_past_steps_in_flight() -> None:
+    tokens = [*PAST[:20], *PAST[:5]]
+    assert make(max_cached_requests=0).propose(decoding(tokens, len(tokens), num_in_flight=6)) == PAST[5:16]
+
+
+def test_a_draft_ends_where_the_share_of_texts_that_go_on_so_is_too_small() -> None:
+    texts = [[1, 2, 3, 4, 7, number] for number in range(10, 18)] + [[1, 2, 3, 4, 9, 9]] * 2
+    for least, expected in ((0.1, [7, 17]), (0.2, [7]), (0.9, [])):
+        proposer = make(min_token_prob=least)
+        for text in texts:
+            add_past(proposer, text)
+        assert proposer.propose(decoding([0, 2, 3, 4])) == expected, least
+
+
+def test_drafts_never_come_from_another_partition() -> None:
+    proposer = make()
+    add_past(proposer, PAST, root=b"salt")
+    assert proposer.propose(decoding(PAST[:6], root=b"other")) == []
+    assert proposer.propose(decoding(PAST[:6], root=b"")) == []
+    assert proposer.propose(decoding(PAST[:6], root=b"salt")) == PAST[6:12]
+
+
+def test_forgotten_sequences_leave_nothing_and_old_outputs_leave_first() -> None:
+    proposer = make(max_cached_requests=2)
+    failed = decoding([*PAST])
+    proposer.propose(failed)
+    proposer.forget(failed)
+    proposer.finish(decoding(PAST))
+    assert proposer.propose(decoding(PAST[:6])) == []
+    proposer = make(max_cached_requests=2)
+    for start in (0, 200, 400):
+        add_past(proposer, [start + token for token in PAST], root=str(start).encode())
+    assert len(proposer._past) == 2 and not proposer._texts
+    assert set(proposer._partitions._numbers) == {b"200", b"400"}
+    assert proposer.propose(decoding(PAST[:6], root=b"0")) == []
+
+
+def test_a_long_sequence_is_searched_in_its_latest_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxserve.scheduling.proposers.suffix.MAX_OWN_SLOTS", 256)
+    proposer, sequence = make(), decoding([])
+    for number in range(100):
+        sequence.token_ids += [*range(10 * number, 10 * number + 10)]
+        assert proposer.propose(sequence) == []
+    assert proposer._texts[sequence].index.num_bytes == 32 * 256
+    for start, is_known in ((0, False), (900, True)):
+        sequence.token_ids += [*range(start, start + 5)]
+        assert bool(proposer.propose(sequence)) == is_known
+
+
+def test_a_scheduler_tells_of_the_end_of_sequences_and_hands_its_proposer_on() -> None:
+    proposer = make()
+    scheduler = Scheduler(SchedulerLimits(4, 32, max_draft_tokens=4), PageAllocator(32, 4), proposer)
+    sequences = [make_sequence(name, [1, 2, 3, 1, 2], 5, 20) for name in "abc"]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.complete(plan, [[3] for _ in sequences])
+    assert scheduler.schedule() is not None and len(proposer._texts) == 3
+    scheduler.finish(sequences[0], "abort")
+    scheduler.finish(sequences[1], "error")
+    assert len(proposer._texts) == 1 and len(proposer._past) == 1, "the one that failed is not kept"
+    made = scheduler.renewed()
+    assert made.proposer is proposer and not proposer._texts and len(proposer._past) == 1
