@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import hypothesis
 import jax
@@ -17,7 +16,6 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxserve import LLM, MemoryPlanError
-from jaxserve.api import config_checks
 from jaxserve.api.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compiling import use_compilation_cache
@@ -167,9 +165,8 @@ def plan_stories(directory: Path, **settings: Any) -> EnginePlan:
 def test_logits_are_planned_for_every_sample(without_weights: Path) -> None:
     """A row with drafts has one more for each, but never more than the step has tokens."""
     config = EngineConfig(model=str(without_weights), max_num_seqs=4, max_num_batched_tokens=16)
-    drafts = [{"method": "known", "num_speculative_tokens": count} for count in (2, 9)]
-    with mock.patch.object(config_checks, "SPECULATIVE_METHODS", {"known": ("num_speculative_tokens",)}):
-        plans = [plan_engine(dataclasses.replace(config, speculative_config=each)) for each in (None, *drafts)]
+    drafts = [{"method": "ngram", "num_speculative_tokens": count} for count in (2, 9)]
+    plans = [plan_engine(dataclasses.replace(config, speculative_config=each)) for each in (None, *drafts)]
     least, some, most = (plan.needs.temporaries for plan in plans)
     logits = 4 * 4 * plans[0].config.vocab_size
     assert (some - least, most - least) == (2 * 4 * logits, 12 * logits)
