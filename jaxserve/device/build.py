@@ -26,6 +26,7 @@ from jaxserve.device.memory import (
     set_gpu_memory_fraction,
 )
 from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.abstract import check_tensor_size, outline
@@ -240,8 +241,9 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
     layout = layout.on(first)
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
     max_model_len = _max_model_len(config, model)
-    page_size = page_size_of(config, scope.parallel, layout.name, _attention_chunk(model, scope, max_model_len))
-    policy, kernel = choose_kernels(config, model, scope, first.devices.flat[0], page_size)
+    specs = outline(model, scope).kv_specs
+    page_size = page_size_of(config, scope.parallel, layout.name, _attention_chunk(specs, max_model_len))
+    policy, kernel = choose_kernels(config, model, specs, scope.parallel, first.devices.flat[0], page_size)
     module = outline(model, dataclasses.replace(scope, policy=policy))
     _check_expert_load(config, module)
     row_tile = choose_row_tile(config, module, policy, kernel, scope.parallel)
@@ -348,11 +350,11 @@ def _batch_limits(config: EngineConfig, device: Device, max_model_len: int) -> t
     return seqs, tokens
 
 
-def _attention_chunk(model: ModelConfig, scope: Scope, max_model_len: int) -> int:
+def _attention_chunk(specs: Sequence[KVSpec], max_model_len: int) -> int:
     """Return the most tokens of which the attention chunks of all layers are multiples; 0 if none is shorter than the
     longest context."""
-    windows = (spec.window for spec in outline(model, scope).kv_specs if spec.in_chunks)
-    return math.gcd(*(window for window in windows if window is not None and window < max_model_len))
+    chunks = (spec.chunk for spec in specs)
+    return math.gcd(*(chunk for chunk in chunks if chunk is not None and chunk < max_model_len))
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

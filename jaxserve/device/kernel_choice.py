@@ -2,15 +2,16 @@
 
 import dataclasses
 import logging
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.layers.attention import AttentionKernel, choose_attention
 from jaxserve.layers.cpu import has_bfloat16_products
+from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.layers.model_config import ModelConfig
-from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
-from jaxserve.models.abstract import outline
+from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.models.loading import resolve_dtype
 from jaxserve.sampling.sampler import choose_truncation
 from pallas_kernels import OPERATIONS, choose, truncation_xla
@@ -22,32 +23,29 @@ from sharding.mesh import Device
 logger = logging.getLogger(__name__)
 
 
-def attention_sizes(model: ModelConfig, scope: Scope, page_size: int) -> list[dict[str, int]]:
+def attention_sizes(specs: Iterable[KVSpec], parallel: Parallel, page_size: int) -> list[dict[str, int]]:
     """Return the per-device sizes that attention implementations depend on, one entry per kind of layer.
 
     Args:
-        model: Configuration of the model.
-        scope: How it is split.
+        specs: KV cache of each layer.
+        parallel: How the model is split.
         page_size: Tokens per page, on all devices that share them.
     """
-    parts = scope.parallel.num_token_parts
+    parts = parallel.num_token_parts
     shared = {"token_parts": parts} if parts > 1 else {}
-    specs = dict.fromkeys(
-        spec._replace(window=None, reads=None, in_chunks=False, selects_as=None)
-        for spec in outline(model, scope).kv_specs
-    )
-    return [{"page_size": page_size // parts, **shared, **spec.sizes} for spec in specs]
+    kinds = dict.fromkeys(spec._replace(window=None, reads=None, in_chunks=False, selects_as=None) for spec in specs)
+    return [{"page_size": page_size // parts, **shared, **kind.sizes} for kind in kinds]
 
 
-def attention_operation(model: ModelConfig, scope: Scope) -> str:
+def attention_operation(architecture: str, specs: Iterable[KVSpec]) -> str:
     """Return the operation that all layers of a model attend with.
 
     Raises:
         ConfigError: The layers need more than one.
     """
-    operations = {spec.operation for spec in outline(model, scope).kv_specs}
+    operations = {spec.operation for spec in specs}
     if len(operations) > 1:
-        raise ConfigError(f"{model.architecture} mixes layers with {' and '.join(sorted(operations))}; expected one")
+        raise ConfigError(f"{architecture} mixes layers with {' and '.join(sorted(operations))}; expected one")
     return operations.pop()
 
 
@@ -64,13 +62,29 @@ class _AttentionShapes(NamedTuple):
 
 
 def choose_kernels(
-    config: EngineConfig, model: ModelConfig, scope: Scope, device: Device, page_size: int
+    config: EngineConfig,
+    model: ModelConfig,
+    specs: Sequence[KVSpec],
+    parallel: Parallel,
+    device: Device,
+    page_size: int,
 ) -> tuple[DtypePolicy, AttentionKernel]:
-    """Choose the dtypes, the matmul implementation and the attention implementation."""
+    """Choose the dtypes, the matmul implementation and the attention implementation.
+
+    Args:
+        config: The settings.
+        model: Configuration of the model.
+        specs: KV cache of each of its layers.
+        parallel: How it is split.
+        device: One of its devices.
+        page_size: Tokens per page, on all devices that share them.
+    """
     widens = config.kernels != "xla" and unavailable() is None
     dtype = resolve_dtype(config.dtype, model, device.platform, has_bfloat16_products() or widens)
     policy = _choose_policy(DtypePolicy.for_platform(dtype, device.platform), device, config.kernels)
-    attention = _AttentionShapes(attention_operation(model, scope), attention_sizes(model, scope, page_size))
+    attention = _AttentionShapes(
+        attention_operation(model.architecture, specs), attention_sizes(specs, parallel, page_size)
+    )
     backend = config.attention_backend or config.kernels
     policy = _with_narrow_pages(policy, device, backend, attention)
     return policy, _choose_kernel(device, policy, backend, attention)

@@ -59,6 +59,11 @@ class KVSpec(NamedTuple):
         sizes = {"head_dim": self.head_dim, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
         return sizes if self.value_dim is None else {**sizes, "value_dim": self.value_dim}
 
+    @property
+    def chunk(self) -> int | None:
+        """Tokens of a chunk, if the layer attends within chunks."""
+        return self.window if self.in_chunks else None
+
     def home(self, layer: int) -> int:
         """Return the index of the layer that has the keys and values of this one, the layer of index ``layer``."""
         return layer if self.reads is None else self.reads

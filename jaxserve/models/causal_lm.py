@@ -325,7 +325,7 @@ class CausalLM(nnx.Module):
         """Compute logits of every token of B sequences, each attending to its own past, in temporary pages."""
         num_rows, length = tokens.shape
         spec = self.kv_specs[0]
-        chunks = tuple({spec.window if spec.in_chunks else None: None for spec in self.kv_specs})
+        chunks = tuple({spec.chunk: None for spec in self.kv_specs})
         page_size = math.gcd(_NOTEBOOK_PAGE_SIZE, *(size for size in chunks if size is not None))
         chosen = choose_attention(jax.devices()[0], spec.dtype, operation=spec.operation, page_size=page_size)
         kernel = chosen.implementation
@@ -336,8 +336,7 @@ class CausalLM(nnx.Module):
             pools.append(cast(Pools, tuple(jnp.zeros(array.shape, spec.dtype) for array in arrays)))
         positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), num_rows)
         indices = tuple(
-            KVIndices(spec.home(layer), chunks.index(spec.window if spec.in_chunks else None))
-            for layer, spec in enumerate(self.kv_specs)
+            KVIndices(spec.home(layer), chunks.index(spec.chunk)) for layer, spec in enumerate(self.kv_specs)
         )
         settings = AttentionSettings(
             kernel, page_size, decode_only=False, layer_indices=indices, chunks=chunks_of(chunks, page_size)

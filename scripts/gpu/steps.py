@@ -18,6 +18,7 @@ from jaxserve.device.steps import trace_step
 from jaxserve.layers.attention import choose_attention
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
+from jaxserve.models.abstract import outline
 from jaxserve.models.registry import config_from_hf
 from scripts.gpu.models import CONFIGS
 from scripts.gpu.parts import Context
@@ -74,7 +75,8 @@ def step_program(
     """
     policy = DtypePolicy.for_platform("bfloat16", "gpu")
     layout = get_layout("tensor_parallel").on(mesh)
-    sizes, *_ = attention_sizes(config, Scope(parallel=Parallel.on_mesh(layout, mesh)), _PAGE_SIZE)
+    parallel = Parallel.on_mesh(layout, mesh)
+    sizes, *_ = attention_sizes(outline(config, Scope(parallel=parallel)).kv_specs, parallel, _PAGE_SIZE)
     kernel = choose_attention(_Device(*H200), policy.kv, backend, "paged_attention", **sizes).implementation
     sharded = ShardedModel(config, mesh, layout, policy, kernel, _PAGE_SIZE, num_pages=4096, num_slots=256)
     return sharded, Buckets.make(256, 8192, 512, multiple=2).shape_for(num_tokens, decode_only)
