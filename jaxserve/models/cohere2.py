@@ -27,7 +27,7 @@ def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
     return read_repeated_windows(fields, num_layers, fields.integer("sliding_window_pattern", 4))
 
 
-_DEFAULTS: Final = FamilyDefaults(
+DEFAULTS: Final = FamilyDefaults(
     norm_eps=1e-5,
     tie_embeddings=True,
     bos_token_id=5,
@@ -36,7 +36,7 @@ _DEFAULTS: Final = FamilyDefaults(
     windows=_read_windows,
     sizes=class_sizes(256000, 8192, 22528, 40, 64, 8192),
 )
-_COHERE: Final = dataclasses.replace(_DEFAULTS, rope=RopeDefaults(theta=500_000.0), windows=same_windows)
+_COHERE: Final = dataclasses.replace(DEFAULTS, rope=RopeDefaults(theta=500_000.0), windows=same_windows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def config_from_hf(fields: ConfigFields, architecture: str) -> Cohere2Config:
         if fields.flag("use_qk_norm", False):
             fields.note("use_qk_norm", "expected false: queries and keys are not normalized (Command R+ does so)")
     else:
-        base = rotate_within_windows(read_decoder(fields, architecture, _DEFAULTS))
+        base = rotate_within_windows(read_decoder(fields, architecture, DEFAULTS))
     return Cohere2Config(**vars(base), logits_scale=fields.number("logit_scale", 0.0625))
 
 

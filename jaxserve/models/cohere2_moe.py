@@ -7,10 +7,11 @@ from jaxserve.layers.decoder import LayerNormLayer
 from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.routing import Routing
+from jaxserve.models import cohere2
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import build_attention, build_decoder, build_layer_norm, build_mlp, build_norm
 from jaxserve.models.hf_config import ConfigFields
-from jaxserve.models.hf_decoder import FamilyDefaults, Windows, class_sizes, read_decoder, read_windows
+from jaxserve.models.hf_decoder import Windows, read_decoder, read_windows
 from jaxserve.models.sparse_decoder import SparseConfig, build_sparse_mlp, read_listed_sparse_layers, read_routing
 
 
@@ -25,16 +26,7 @@ def _read_windows(fields: ConfigFields, num_layers: int) -> Windows:
     return read_windows(fields, window, sliding)
 
 
-_DEFAULTS: Final = FamilyDefaults(
-    head_dim=128,
-    norm_eps=1e-5,
-    tie_embeddings=True,
-    bos_token_id=5,
-    eos_token_ids=(255001,),
-    attention_bias=False,
-    windows=_read_windows,
-    sizes=class_sizes(256000, 8192, 22528, 40, 64, 8192),
-)
+_DEFAULTS: Final = dataclasses.replace(cohere2.DEFAULTS, head_dim=128, windows=_read_windows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
