@@ -4,8 +4,9 @@ Between blocks a device has all T rows of hidden states, or some of them; see :m
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -17,9 +18,10 @@ from jaxserve.layers.mlp import GatedMLP, PlainMLP
 from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.rows import map_rows
 from jaxserve.layers.sparse_mlp import SparseMLP
-from pallas_kernels.qkv_write import Heads, Rotation
+from pallas_kernels.qkv_write import Rotation
 
 AnyMLP = GatedMLP | PlainMLP | SparseMLP
+Split = TypeVar("Split", bound=tuple[Any, ...])
 
 
 class LayerOutput(NamedTuple):
@@ -122,19 +124,29 @@ class DecoderLayer(nnx.Module, ABC):
         has_own = self.kv_spec.reads is None
         if settings.kernel.writer is not None and tile is None and has_own:
             return self.attention.write_projected(self.projected(x, num_tokens), pools, inputs, settings)
-        rotation = self.attention.rotation(inputs) or ()
-        computed = partial(self._heads, num_rows=num_tokens if tile is None else None)
-        heads = map_rows(computed, (x, *rotation), num_tokens, tile, len(inputs.batch.token_pages))
+        heads = self._split(self.attention.heads, x, inputs, settings)
         if not has_own:
             return heads.query, pools
         kernel_pools = cast(Any, pools)  # as many as the kernel's operation has
         written = settings.kernel.write_kv(kernel_pools, heads.key, heads.value, inputs.batch, settings.page_size)
         return heads.query, written
 
-    def _heads(
-        self, x: Float[Array, "rows D"], *rotation: Float[Array, "T half"], num_rows: Int[Array, ""] | None
-    ) -> Heads:
-        return self.attention.heads(self.projected(x, num_rows), cast(Rotation, rotation) if rotation else None)
+    def _split(
+        self,
+        split: Callable[[Float[Array, "T width"], Rotation | None], Split],
+        x: Float[Array, "rows D"],
+        inputs: AttentionInputs,
+        settings: AttentionSettings,
+    ) -> Split:
+        """Return what ``split`` makes of the projection of the layer's input and the rotary embedding."""
+        num_tokens, tile = inputs.num_tokens, settings.row_tile
+        used = num_tokens if tile is None else None
+
+        def computed(x: Float[Array, "rows D"], *rotation: Float[Array, "T half"]) -> Split:
+            return split(self.projected(x, used), cast(Rotation, rotation) if rotation else None)
+
+        rotation = self.attention.rotation(inputs) or ()
+        return map_rows(computed, (x, *rotation), num_tokens, tile, len(inputs.batch.token_pages))
 
 
 class RMSNormLayer(DecoderLayer):

@@ -131,14 +131,8 @@ class MultiHeadLatentAttention(Attention):
         plain, rotated = jnp.split(query.reshape(len(query), -1, self.query_dim), [self.plain_dim], axis=2)
         key_up = self.key_up[...].reshape(-1, self.plain_dim, self.rank)
         absorbed = _einsum("tnh,nhr->tnr", plain, key_up).astype(qkv.dtype)
-        rotated, key = (self._rotate(x, rotation) for x in (rotated, key[:, None]))
+        rotated, key = (rotate_pairs(x, rotation, self.is_interleaved) for x in (rotated, key[:, None]))
         return Heads(jnp.concatenate([absorbed, rotated], axis=2), key, self.kv_norm(latent)[:, None])
-
-    def _rotate(self, x: Float[Array, "T N H"], rotation: Rotation | None) -> Float[Array, "T N H"]:
-        """Apply RoPE; interleaved features are put in the order of halves first, in queries and keys alike."""
-        if self.is_interleaved:
-            x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
-        return x if rotation is None else apply_rope(x, *rotation)
 
     def attend(
         self, query: Float[Array, "T N H"], pools: Pools, batch: AttentionBatch, settings: AttentionSettings
@@ -170,6 +164,13 @@ class MultiHeadLatentAttention(Attention):
         value_up = self.value_up[...].reshape(-1, self.value_dim, self.rank)
         values = _einsum("tnr,nvr->tnv", attended, value_up).astype(attended.dtype)
         return super().output(values, residual=residual, scale=scale, num_rows=num_rows)
+
+
+def rotate_pairs(x: Float[Array, "T N H"], rotation: Rotation | None, is_interleaved: bool) -> Float[Array, "T N H"]:
+    """Apply RoPE; interleaved features are put in the order of halves first, in queries and keys alike."""
+    if is_interleaved:
+        x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+    return x if rotation is None else apply_rope(x, *rotation)
 
 
 def _einsum(subscripts: str, x: Float[Array, "T N inner"], weight: Float[Array, "N A C"]) -> Float[Array, "T N outer"]:

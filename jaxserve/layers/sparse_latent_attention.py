@@ -12,14 +12,13 @@ from jaxtyping import Array, Float, Int
 from jaxserve.api.errors import ConfigError
 from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools
 from jaxserve.layers.decoder import Attended, PreNormLayer
-from jaxserve.layers.latent_attention import MultiHeadLatentAttention
+from jaxserve.layers.latent_attention import MultiHeadLatentAttention, rotate_pairs
 from jaxserve.layers.linear import ColumnParallelLinear
 from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows
-from jaxserve.layers.rows import map_rows
 from pallas_kernels import LatentAttention
-from pallas_kernels.qkv_write import Heads, Rotation, apply_rope
+from pallas_kernels.qkv_write import Heads, Rotation
 from pallas_kernels.selected_latents import IndexQuery, Settings, attend_selected
 
 _NORM_EPS = 1e-6  # of the index keys' norm, whatever the model's other norms have
@@ -140,10 +139,7 @@ class SparseLatentAttention(MultiHeadLatentAttention):
     def _rotate_index(self, x: Float[Array, "T n I"], rotation: Rotation | None) -> Float[Array, "T n I"]:
         """Rotate the first features of index heads."""
         rotated, plain = jnp.split(x, [self.rotated_dim], axis=2)
-        if self.index.is_interleaved:
-            rotated = jnp.concatenate([rotated[..., ::2], rotated[..., 1::2]], axis=-1)
-        rotated = rotated if rotation is None else apply_rope(rotated, *rotation)
-        return jnp.concatenate([rotated, plain], axis=2)
+        return jnp.concatenate([rotate_pairs(rotated, rotation, self.index.is_interleaved), plain], axis=2)
 
     def attend_to(
         self,
@@ -175,14 +171,8 @@ class SparseLatentLayer(PreNormLayer):
         self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
     ) -> Attended:
         """Return attention, the layer's pools with the step's latents and index keys, and the selected tokens."""
-        attention, num_tokens, tile = cast(SparseLatentAttention, self.attention), inputs.num_tokens, settings.row_tile
-
-        def computed(x: Float[Array, "rows D"], *rotation: Float[Array, "T half"]) -> IndexedHeads:
-            projected = self.projected(x, num_tokens if tile is None else None)
-            return attention.indexed_heads(projected, cast(Rotation, rotation) if rotation else None)
-
-        rotation = attention.rotation(inputs) or ()
-        found = map_rows(computed, (x, *rotation), num_tokens, tile, len(inputs.batch.token_pages))
+        attention = cast(SparseLatentAttention, self.attention)
+        found = self._split(attention.indexed_heads, x, inputs, settings)
         kernel, heads = cast(LatentAttention, settings.kernel), found.heads
         own = cast(tuple[Array], pools)
         written = kernel.write_kv(own, heads.key, heads.value, inputs.batch, settings.page_size)
