@@ -78,8 +78,8 @@ class TokenIndex:
         """Find where the longest known end of a text occurred.
 
         Args:
-            context: The last tokens of a text; a longer match is not looked for. If it is this index's own text, its
-                own end is not found.
+            context: The last tokens of a text, as many as may match. If the text is this index's own, its end does not
+                count as an occurrence.
 
         Returns:
             At most 16 places, the latest first, and the number of tokens that match there.
