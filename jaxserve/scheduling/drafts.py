@@ -57,6 +57,8 @@ def add_drafts(
     works = True
     proposed: list[list[int]] = [[] for _ in range(num_decodes)]
     budget = limits.max_num_batched_tokens - step.plan.num_tokens
+    if limits.max_step_samples is not None:
+        budget = min(budget, limits.max_step_samples - step.plan.num_rows)
     for index, sequence in enumerate(step.sequences[:num_decodes]):
         if budget <= 0:
             break
