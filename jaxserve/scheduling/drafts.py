@@ -65,7 +65,7 @@ def add_drafts(
         num_in_flight = sequence.num_pending - 1  # excludes this row's token
         drafts = drafts[num_in_flight:][: min(limits.max_draft_tokens, budget)]
         if drafts:
-            drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), step, pages)]
+            drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), step, pages, limits.num_lookahead)]
             sequence.num_computed += len(drafts)
             sequence.num_pending += len(drafts)
             budget -= len(drafts)
@@ -104,8 +104,11 @@ def finish_drafts(proposer: DraftProposer, sequence: Sequence) -> bool:
     return True
 
 
-def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, counts: DraftCounts) -> None:
-    """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``."""
+def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages | None, counts: DraftCounts) -> None:
+    """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``.
+
+    Sequences keep all ``pages`` if that is None: a drafter on the device writes past them.
+    """
     for num_samples, sequence, new in zip(step.plan.num_samples, step.sequences, tokens, strict=True):
         if num_samples <= 1 or sequence.finish_reason is not None:
             continue
@@ -119,14 +122,16 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, coun
         sequence.num_pending -= num_rejected
         if sequence.slot >= 0:
             sequence.num_computed -= num_rejected
-            pages.shrink(sequence)
+            if pages is not None:
+                pages.shrink(sequence)
 
 
-def _reserve(sequence: Sequence, num_drafts: int, step: Step, pages: ContextPages) -> int:
-    """Allocate pages for a sequence's drafts; return how many fit into its pages and its maximum length."""
+def _reserve(sequence: Sequence, num_drafts: int, step: Step, pages: ContextPages, num_lookahead: int) -> int:
+    """Allocate pages for a sequence's drafts and the tokens after them; return how many drafts fit into its pages and
+    its maximum length."""
     end = min(sequence.num_computed + num_drafts, sequence.max_length - 1)
-    if end > sequence.decode_limit:
-        pages.grow_to(sequence, end)
+    if min(end + num_lookahead, sequence.max_length - 1) > sequence.decode_limit:
+        pages.grow_to(sequence, min(end + num_lookahead, sequence.max_length - 1))
         step.plan.grants += pages.grants(sequence)
     return min(end, sequence.decode_limit) - sequence.num_computed
 
