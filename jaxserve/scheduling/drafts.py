@@ -55,27 +55,35 @@ def add_drafts(
     which are cheapest at the front. Return whether the proposer works: if it fails, rows stay without drafts.
     """
     budget = limits.max_num_batched_tokens - step.plan.num_tokens
-    asked = [index for index, one in enumerate(step.sequences[:num_decodes]) if takes_drafts(one)] if budget > 0 else []
-    found = _ask(proposer, [step.sequences[index] for index in asked])
-    proposed: list[list[int]] = [[] for _ in range(num_decodes)]
-    for index, drafts in zip(asked, found or [], strict=False):
-        sequence = step.sequences[index]
-        num_in_flight = sequence.num_pending - 1  # excludes this row's token
-        drafts = drafts[num_in_flight:][: min(limits.max_draft_tokens, budget)]
-        if drafts:
-            drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), step, pages)]
-            sequence.num_computed += len(drafts)
-            sequence.num_pending += len(drafts)
-            budget -= len(drafts)
-    plan, order = step.plan, sorted(range(num_decodes), key=lambda index: bool(proposed[index]))
-    step.sequences[:num_decodes] = [step.sequences[index] for index in order]
-    for column in (plan.slots, plan.starts):
-        column[:num_decodes] = array("i", [column[index] for index in order])
-    lengths = array("i", [1 + len(proposed[index]) for index in order])
-    plan.lengths[:num_decodes] = plan.num_samples[:num_decodes] = lengths
-    tokens = [(plan.token_ids[index], *proposed[index]) for index in order]
-    plan.token_ids[:num_decodes] = array("i", itertools.chain.from_iterable(tokens))
+    rows = [row for row, one in enumerate(step.sequences[:num_decodes]) if takes_drafts(one)] if budget > 0 else []
+    found = _ask(proposer, [step.sequences[row] for row in rows])
+    drafts: list[list[int]] = [[] for _ in range(num_decodes)]
+    for row, tokens in zip(rows, found or [], strict=False):
+        if tokens:
+            kept = drafts[row] = _reserve(
+                step.sequences[row], tokens, min(limits.max_draft_tokens, budget), step, pages
+            )
+            budget -= len(kept)
+    if any(drafts):
+        _write(step, drafts)
     return found is not None
+
+
+def _write(step: Step, drafts: list[list[int]]) -> None:
+    """Add the drafts of the first rows to a plan, and move those with drafts after those of one token."""
+    plan, num_rows = step.plan, len(drafts)
+    if not all(drafts):
+        order = sorted(range(num_rows), key=lambda row: bool(drafts[row]))
+        drafts = [drafts[row] for row in order]
+        step.sequences[:num_rows] = [step.sequences[row] for row in order]
+        for column in (plan.slots, plan.starts, plan.token_ids):
+            column[:num_rows] = array("i", [column[row] for row in order])
+    lengths = array("i", [1 + len(tokens) for tokens in drafts])
+    plan.lengths[:num_rows] = plan.num_samples[:num_rows] = lengths
+    tokens = itertools.chain.from_iterable(
+        (first, *others) for first, others in zip(plan.token_ids, drafts, strict=False)
+    )
+    plan.token_ids[:num_rows] = array("i", tokens)
 
 
 def _ask(proposer: DraftProposer, sequences: list[Sequence]) -> list[list[int]] | None:
@@ -104,13 +112,13 @@ def finish_drafts(proposer: DraftProposer, sequence: Sequence) -> bool:
 
 def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, counts: DraftCounts) -> None:
     """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``."""
+    accepted = list[int]()
     for num_samples, sequence, new in zip(step.plan.num_samples, step.sequences, tokens, strict=True):
         if num_samples <= 1 or sequence.finish_reason is not None:
             continue
         num_accepted = max(len(new), 1) - 1
-        counts.num_drafts += 1
+        accepted.append(num_accepted)
         counts.num_tokens += num_samples - 1
-        counts.num_accepted.update(range(num_accepted))
         num_rejected = num_samples - 1 - num_accepted
         if not num_rejected:
             continue
@@ -118,15 +126,34 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, coun
         if sequence.slot >= 0:
             sequence.num_computed -= num_rejected
             pages.shrink(sequence)
+    counts.num_drafts += len(accepted)
+    for num_accepted, num_rows in collections.Counter(accepted).items():
+        for position in range(num_accepted):
+            counts.num_accepted[position] += num_rows
 
 
-def _reserve(sequence: Sequence, num_drafts: int, step: Step, pages: ContextPages) -> int:
-    """Allocate pages for a sequence's drafts; return how many fit into its pages and its maximum length."""
-    end = min(sequence.num_computed + num_drafts, sequence.max_length - 1)
+def _reserve(sequence: Sequence, tokens: list[int], most: int, step: Step, pages: ContextPages) -> list[int]:
+    """Return the drafts among proposed tokens that fit into a sequence's pages and its maximum length; reserve these.
+
+    Args:
+        sequence: The sequence.
+        tokens: What was proposed, from the tokens that steps in flight sample on.
+        most: Most drafts.
+        step: Gets the grants of new pages.
+        pages: Allocates them.
+    """
+    num_in_flight = sequence.num_pending - 1  # excludes this row's token
+    start, drafts = sequence.num_computed, tokens[num_in_flight : num_in_flight + most]
+    end = start + len(drafts)
     if end > sequence.decode_limit:
+        end = min(end, sequence.max_length - 1)
         pages.grow_to(sequence, end)
         step.plan.grants += pages.grants(sequence)
-    return min(end, sequence.decode_limit) - sequence.num_computed
+        end = min(end, sequence.decode_limit)
+        drafts = drafts[: end - start]
+    sequence.num_computed = end
+    sequence.num_pending += len(drafts)
+    return drafts
 
 
 def _log_failure(proposer: DraftProposer) -> None:

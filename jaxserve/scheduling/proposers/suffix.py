@@ -170,16 +170,18 @@ class _Text:
 
     def __init__(self, offset: int, library: ctypes.CDLL | None):
         self.index, self.offset = TokenIndex(_FIRST_SLOTS, library), offset
-        self._library, self._num_tokens = library, 0
+        self._library, self._num_tokens, self._num_free = library, 0, _FIRST_SLOTS
 
     def take(self, token_ids: list[int]) -> list[int]:
         """Return the tokens after those that are known, which are to be written; the index has room for them."""
         new = token_ids[self._num_tokens :]
-        self._num_tokens = len(token_ids)
-        if self.index.end + len(new) < self.index.num_slots:
+        self._num_tokens += len(new)
+        self._num_free -= len(new)
+        if self._num_free > 0:
             return new
         kept = token_ids[-MAX_OWN_SLOTS // 2 :]
-        self.index = TokenIndex(min(2 << len(kept).bit_length(), MAX_OWN_SLOTS), self._library)
+        num_slots = min(2 << len(kept).bit_length(), MAX_OWN_SLOTS)
+        self.index, self._num_free = TokenIndex(num_slots, self._library), num_slots - len(kept)
         return kept
 
 

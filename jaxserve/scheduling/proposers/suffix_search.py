@@ -88,27 +88,23 @@ class NativeSearch:
         self._library = library
         self._lengths, self._past = array("i", rules.lengths), past
         self._rules = _Rules(rules.depth, rules.least, self._lengths.buffer_info()[0])
+        self._rules_address = ctypes.addressof(self._rules)
         self._most = max(rules.lengths)
 
     def continuations(self, rows: list[Row]) -> list[list[int]]:
         """Write the new tokens of each row, and return its most promising continuation; empty if there is none."""
-        columns, tokens, most = array("q"), array("i"), 0
+        fields, new_tokens, most = list[int](), list[int](), self._most * len(rows)
         for own, offset, new, num_in_flight in rows:
-            columns.extend((own.address, offset, len(new), num_in_flight))
-            tokens.extend(new)
-            most += num_in_flight + self._most
-        drafts = array("i", bytes(8 * most))
-        self._library.jaxserve_propose(
-            ctypes.byref(self._rules),
-            self._past.address,
-            columns.buffer_info()[0],
-            len(rows),
-            tokens.buffer_info()[0],
-            drafts.buffer_info()[0],
-        )
-        found, start = list[list[int]](), 0
-        for count in columns[2::4]:
-            found.append(drafts[start : start + count].tolist())
+            fields += own.address, offset, len(new), num_in_flight
+            new_tokens += new
+            most += num_in_flight
+        columns, tokens, drafts = array("q", fields), array("i", new_tokens), array("i", bytes(8 * most))
+        address, *others = (each.buffer_info()[0] for each in (columns, tokens, drafts))
+        self._library.jaxserve_propose(self._rules_address, self._past.address, address, len(rows), *others)
+        counts = columns[2::4]
+        values, found, start = drafts[: sum(counts)].tolist(), list[list[int]](), 0
+        for count in counts:
+            found.append(values[start : start + count])
             start += count
         return found
 
