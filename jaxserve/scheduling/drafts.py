@@ -11,6 +11,7 @@ import itertools
 import logging
 from array import array
 
+from jaxserve.scheduling.constrained_drafts import constrained_drafts
 from jaxserve.scheduling.context_pages import ContextPages
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.proposers.proposer import DraftProposer
@@ -41,11 +42,6 @@ class DraftCounts:
         self.num_accepted += other.num_accepted
 
 
-def takes_drafts(sequence: Sequence) -> bool:
-    """Whether a sequence can use drafts: not if the host computes each token's mask from the tokens before it."""
-    return sequence.constraint is None and not sequence.sampling.banned_ids
-
-
 def add_drafts(
     step: Step, num_decodes: int, proposer: DraftProposer, limits: SchedulerLimits, pages: ContextPages
 ) -> bool:
@@ -60,19 +56,19 @@ def add_drafts(
     for index, sequence in enumerate(step.sequences[:num_decodes]):
         if budget <= 0:
             break
-        if not takes_drafts(sequence):
-            continue
         num_in_flight = sequence.num_pending - 1  # excludes this row's token
         try:
-            drafts = proposer.propose(sequence)[num_in_flight:][: min(limits.max_draft_tokens, budget)]
+            drafts = proposer.propose(sequence)[num_in_flight:]
         except Exception:
             _log_failure(proposer)
             works = False
             break
-        drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), step, pages)]
+        drafts = proposed[index] = _reserve(sequence, drafts, min(limits.max_draft_tokens, budget), step, pages)
         sequence.num_computed += len(drafts)
         sequence.num_pending += len(drafts)
         budget -= len(drafts)
+    if not any(proposed):
+        return works
     plan, order = step.plan, sorted(range(num_decodes), key=lambda index: bool(proposed[index]))
     step.sequences[:num_decodes] = [step.sequences[index] for index in order]
     for column in (plan.slots, plan.starts):
@@ -115,13 +111,22 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, coun
             pages.shrink(sequence)
 
 
-def _reserve(sequence: Sequence, num_drafts: int, step: Step, pages: ContextPages) -> int:
-    """Allocate pages for a sequence's drafts; return how many fit into its pages and its maximum length."""
-    end = min(sequence.num_computed + num_drafts, sequence.max_length - 1)
+def _reserve(sequence: Sequence, drafts: list[int], most: int, step: Step, pages: ContextPages) -> list[int]:
+    """Return at most ``most`` drafts that fit into a sequence's length, with pages and masks for them."""
+    most, masks = min(most, sequence.max_length - 1 - sequence.num_computed), list[bytes | None]()
+    if sequence.constraint is None:
+        drafts = drafts[:most]
+    elif sequence.error is None:
+        drafts, masks, sequence.error = constrained_drafts(sequence, drafts, most)
+    else:
+        return []
+    end = sequence.num_computed + len(drafts)
     if end > sequence.decode_limit:
         pages.grow_to(sequence, end)
         step.plan.grants += pages.grants(sequence)
-    return min(end, sequence.decode_limit) - sequence.num_computed
+    num_kept = min(end, sequence.decode_limit) - sequence.num_computed
+    step.add_draft_masks(sequence.slot, masks[:num_kept])
+    return drafts[:num_kept]
 
 
 def _log_failure(proposer: DraftProposer) -> None:
