@@ -80,7 +80,7 @@ class HostRunner:
         (plan,) = plans
         slots = self._slots
         slots.apply(plan)
-        variant = slots.variant(plan, bool(slots.masked_rows(plan)))
+        variant = slots.variant(plan, bool(slots.masked_samples(plan)))
         shape = self._buckets.shape_for(plan.num_tokens, plan.is_decode_only)
         batch.build(slots, plan, shape, VARIANTS.index(variant))
         self._plans.append(plan)

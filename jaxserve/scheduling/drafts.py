@@ -11,6 +11,7 @@ import itertools
 import logging
 from array import array
 
+from jaxserve.scheduling.constrained_drafts import constrained_drafts
 from jaxserve.scheduling.context_pages import ContextPages
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.proposers.proposer import DraftProposer
@@ -41,11 +42,6 @@ class DraftCounts:
         self.num_accepted += other.num_accepted
 
 
-def takes_drafts(sequence: Sequence) -> bool:
-    """Whether a sequence can use drafts: not if the host computes each token's mask from the tokens before it."""
-    return sequence.constraint is None and not sequence.sampling.banned_ids
-
-
 def add_drafts(
     step: Step, num_decodes: int, proposer: DraftProposer, limits: SchedulerLimits, pages: ContextPages
 ) -> bool:
@@ -57,14 +53,13 @@ def add_drafts(
     budget = limits.max_num_batched_tokens - step.plan.num_tokens
     if limits.max_step_samples is not None:
         budget = min(budget, limits.max_step_samples - step.plan.num_rows)
-    rows = [row for row, one in enumerate(step.sequences[:num_decodes]) if takes_drafts(one)] if budget > 0 else []
-    found = _ask(proposer, [step.sequences[row] for row in rows])
-    drafts: list[list[int]] = [[] for _ in range(num_decodes)]
-    for row, tokens in zip(rows, found or [], strict=False):
-        if tokens:
-            kept = drafts[row] = _reserve(
-                step.sequences[row], tokens, min(limits.max_draft_tokens, budget), step, pages
-            )
+    sequences = step.sequences[:num_decodes]
+    found = _ask(proposer, sequences) if budget > 0 else []
+    drafts: list[list[int]] = [[] for _ in sequences]
+    for row, (sequence, tokens) in enumerate(zip(sequences, found or [], strict=False)):
+        if tokens or sequence.constraint is not None:
+            most = min(limits.max_draft_tokens, budget)
+            kept = drafts[row] = _reserve(sequence, tokens, most, step, pages)
             budget -= len(kept)
     if any(drafts):
         _write(step, drafts)
@@ -135,24 +130,31 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, coun
 
 
 def _reserve(sequence: Sequence, tokens: list[int], most: int, step: Step, pages: ContextPages) -> list[int]:
-    """Return the drafts among proposed tokens that fit into a sequence's pages and its maximum length; reserve these.
+    """Return the drafts that fit into a sequence's pages and its maximum length; reserve these, with their masks.
 
     Args:
         sequence: The sequence.
         tokens: What was proposed, from the tokens that steps in flight sample on.
         most: Most drafts.
-        step: Gets the grants of new pages.
+        step: Gets the grants of new pages, and the masks.
         pages: Allocates them.
     """
-    num_in_flight = sequence.num_pending - 1  # excludes this row's token
-    start, drafts = sequence.num_computed, tokens[num_in_flight : num_in_flight + most]
+    start, num_in_flight = sequence.num_computed, sequence.num_pending - 1  # excludes this row's token
+    most, masks = min(most, sequence.max_length - 1 - start), list[bytes | None]()
+    if sequence.constraint is None:
+        drafts = tokens[num_in_flight : num_in_flight + most]
+    elif sequence.error is None:
+        drafts, masks, sequence.error = constrained_drafts(sequence, tokens, most)
+    else:
+        return []
     end = start + len(drafts)
     if end > sequence.decode_limit:
-        end = min(end, sequence.max_length - 1)
         pages.grow_to(sequence, end)
         step.plan.grants += pages.grants(sequence)
         end = min(end, sequence.decode_limit)
         drafts = drafts[: end - start]
+    if masks:
+        step.add_draft_masks(sequence.slot, masks[: len(drafts)])
     sequence.num_computed = end
     sequence.num_pending += len(drafts)
     return drafts

@@ -288,7 +288,7 @@ class Scheduler:
         slots, known = list[int](), list[tuple[int, int, int]]()
         for sequence in step.due:  # preemption removes sequences from the end of ``running`` only
             position = sequence.num_computed
-            is_plain = position < sequence.decode_limit and sequence.constraint is None
+            is_plain = position < sequence.decode_limit and sequence.constraint is None and sequence.num_pending < 2
             if not is_plain and not self._prepare_decode(sequence, step):
                 continue
             if not sequence.num_pending:
@@ -309,7 +309,7 @@ class Scheduler:
                 step.partial_prefills.append(sequence)
             return False
         constraint = sequence.constraint
-        if sequence.num_computed + 1 >= sequence.max_length or (constraint is not None and sequence.num_pending):
+        if sequence.num_computed + 1 >= sequence.max_length or sequence.waits_for_host:
             return False
         if sequence.num_computed >= sequence.decode_limit and not self._grow(sequence, step):
             return False
