@@ -115,6 +115,10 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, coun
             continue
         num_accepted = max(len(new), 1) - 1
         accepted.append(num_accepted)
+        sequence.drafted.append(num_samples - 1)
+        sequence.accepted.append(num_accepted)
+        sequence.num_draft_tokens += num_samples - 1
+        sequence.num_accepted_tokens += num_accepted
         counts.num_tokens += num_samples - 1
         num_rejected = num_samples - 1 - num_accepted
         if not num_rejected:
