@@ -49,6 +49,7 @@ KEYS: Mapping[str, Key] = MappingProxyType(
 )
 METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "grammar": ("num_speculative_tokens",),
         "ngram": ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
         "suffix": (
             "num_speculative_tokens",

@@ -82,7 +82,7 @@ class StepInputs(NamedTuple):
         step: The compiled step of the last stage.
         variant: Sampler variant.
         buffer: The lanes' buffers from ``batch.build``, one after the other.
-        mask: Token mask of each row, likewise.
+        mask: Token mask of each sample, likewise.
     """
 
     plans: Sequence[StepPlan]
@@ -121,8 +121,8 @@ class LocalRunner:
         self._forget_steps()
         model, shapes = self._last.model, self._last.buckets.shapes()
         self._open_masks = {
-            rows: jax.device_put(np.full((model.num_lanes * rows, words), -1, np.int32), model.rows_sharding)
-            for rows, words in {model.mask_shape(shape.num_rows) for shape in shapes}
+            samples: jax.device_put(np.full((model.num_lanes * samples, words), -1, np.int32), model.rows_sharding)
+            for samples, words in {model.mask_shape(shape.sampler.num_samples) for shape in shapes}
         }
 
     def _forget_steps(self) -> None:
@@ -183,14 +183,15 @@ class LocalRunner:
         if any(copies):
             self._copy_pages(copies)
         is_masked = any(plan.masks or slots.masks.has_static_masks for slots, plan in lanes)
-        masked = [slots.masked_rows(plan) for slots, plan in lanes] if is_masked else []
+        masked = [slots.masked_samples(plan) for slots, plan in lanes] if is_masked else []
         is_full = any(masked) or last.model.is_always_full
         variant = max((slots.variant(plan, is_full) for slots, plan in lanes), key=VARIANTS.index)
         shape, step = last.choose(plans, variant)
-        mask = self._open_masks[shape.num_rows]
+        num_samples = shape.sampler.num_samples
+        mask = self._open_masks[num_samples]
         if any(masked):
             masks = zip(self._lanes, masked, strict=True)
-            mask = _joined([slots.masks.array(rows, shape.num_rows) for slots, rows in masks])
+            mask = _joined([slots.masks.array(samples, num_samples) for slots, samples in masks])
         buffer = _joined([batch.build(slots, plan, shape, VARIANTS.index(variant)) for slots, plan in lanes])
         inputs = StepInputs(plans, shape, step, variant, buffer, mask)
         if not is_masked and all(start == ON_DEVICE for plan in plans for start in plan.starts):
@@ -234,8 +235,8 @@ class LocalRunner:
         """Run every program once and wait for it.
 
         The first run of a program does deferred work: on CPUs, XLA's matmuls generate their kernels, 0.3 to 0.6 s per
-        program for a model of 30 layers. Mixed steps run a row of two tokens, because rows of one take another path in
-        the kernels.
+        program for a model of 30 layers. Mixed steps and those with drafts run a row of two tokens, because rows of one
+        take another path in the kernels.
         """
         slot, page, token, last, num_lanes = 0, 0, 0, self._last, len(self._lanes)
         grants = [PageGrant(slot, 0, [page], table) for table in range(last.buckets.num_tables)]
@@ -251,11 +252,13 @@ class LocalRunner:
             chunk = [token] * min(2, shape.num_tokens, last.model.page_size)
             mixed = StepPlan(0, targets=[ChunkTargets(0, chunk)])
             mixed.add_row(slot, 0, chunk, 1)
-            plans = [decode if shape.decode_only else mixed] * num_lanes
+            drafts = StepPlan(0)
+            drafts.add_row(slot, 0, chunk, len(chunk))
+            plans = [drafts if shape.has_drafts else decode if shape.decode_only else mixed] * num_lanes
             lanes = zip(self._lanes, plans, strict=True)
             buffer = _joined([batch.build(slots, plan, shape, number) for slots, plan in lanes])
             hidden = () if self._pipeline is None else self._pipeline.run(plans, shape, buffer)[0]
-            outputs = step(last.params, last.state, buffer, self._open_masks[shape.num_rows], *hidden)
+            outputs = step(last.params, last.state, buffer, self._open_masks[shape.sampler.num_samples], *hidden)
             last.state, _ = jax.block_until_ready(outputs)
             if self._pipeline is not None:
                 self._pipeline.send_back(plans, last.state.latest)

@@ -135,6 +135,12 @@ class ShardedModel:
         return Parallel.on_mesh(self.layout, self.mesh)
 
     @property
+    def splits_rows(self) -> bool:
+        """Whether decode steps with drafts attend as if each draft were a row, with the kernels of decode steps without
+        drafts; native kernels read keys and values once for all tokens of a row instead."""
+        return self.kernel.name != "native"
+
+    @property
     def layer_tile(self) -> int | None:
         """``row_tile`` for layers and head; None if native kernels compute each row separately."""
         is_native = computes_rows_natively(self.abstract_model.has_fused_norms, self.policy, self.kernel)
@@ -210,7 +216,8 @@ class ShardedModel:
 
     def unpack(self, buffer: Int[Array, " size"], shape: BatchShape, latest: LatestTokens) -> StepBatch:
         """Return the arrays of a step; called inside a program. See ``step_batch.unpack``."""
-        return unpack(buffer, shape, latest, self.page_size, self.num_pages, self.layout.mesh_axis("tokens"))
+        tokens_axis = self.layout.mesh_axis("tokens")
+        return unpack(buffer, shape, latest, self.page_size, self.num_pages, tokens_axis, self.splits_rows)
 
     def trace(
         self,
@@ -331,9 +338,9 @@ class ShardedModel:
         shape = self.num_lanes * num_rows, self.vocab_width
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.vocab_sharding)
 
-    def mask_shape(self, num_rows: int) -> tuple[int, int]:
-        """Return the shape of a lane's vocabulary mask: int32 words with a bit per token."""
-        return num_rows, -(-self.config.vocab_size // 32)
+    def mask_shape(self, num_samples: int) -> tuple[int, int]:
+        """Return the shape of a lane's token masks: for each sample, int32 words with a bit per token."""
+        return num_samples, -(-self.config.vocab_size // 32)
 
     def rows_struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return the abstract value of an array of rows or slots, from the shape of one lane's part."""

@@ -74,14 +74,14 @@ def trace_step(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.st
         arrays: tuple[Array, ...],
         state: StepState,
         buffer: Int[Array, " size"],
-        mask: Int[Array, "R words"],
+        mask: Int[Array, "samples words"],
         x: Float[Array, "T D"] | None = None,
     ) -> tuple[StepState, StepOutput]:
         batch = sharded.unpack(buffer, shape, state.latest)
         return run_step(sharded.model(arrays), state, batch, mask, settings, x)
 
     state, buffer = sharded.abstract_state(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
-    mask = sharded.rows_struct(sharded.mask_shape(shape.num_rows), jnp.int32)
+    mask = sharded.rows_struct(sharded.mask_shape(shape.sampler.num_samples), jnp.int32)
     out_shardings = (shardings(state), sharded.rows_sharding)
     given = sharded.abstract_input(shape.num_tokens)
     return sharded.trace(step, (sharded.abstract_params, state, buffer, mask, *given), out_shardings, donated=[1])
@@ -133,7 +133,7 @@ def attention_settings(sharded: ShardedModel, shape: BatchShape) -> AttentionSet
     return AttentionSettings(
         sharded.kernel,
         sharded.own_page_size,
-        shape.decode_only,
+        shape.decode_only and (sharded.splits_rows or not shape.has_drafts),
         sharded.layer_tile,
         indices,
         sharded.layout.rows_axis,
@@ -165,7 +165,7 @@ def run_step(
     model: CausalLM,
     state: StepState,
     batch: StepBatch,
-    mask: Int[Array, "R words"],
+    mask: Int[Array, "samples words"],
     settings: StepSettings,
     x: Float[Array, "T D"] | None = None,
 ) -> tuple[StepState, StepOutput]:
@@ -220,11 +220,11 @@ def run_layers(
 
     After other stages, ``x`` is their hidden states, and there is no embedding.
     """
-    first = batch.tokens.at[batch.attention[0].query_starts].get(mode="clip")
+    first = batch.tokens.at[batch.row_starts].get(mode="clip")
     tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first, split))
     hidden, pools, expert_tokens = model.hidden(batch, state.pools, settings, x)
     kept, sums = state.sums, None
-    if not settings.decode_only:
+    if len(batch.pooled_from):
         kept, sums = _pool_hidden(model, hidden, kept, batch, row_tile)
     return LayersOutput(StepState(tuple(pools), state.latest, tables, kept), hidden, sums, expert_tokens)
 
@@ -232,7 +232,7 @@ def run_layers(
 def sample_rows(
     score: Callable[[Float[Array, "samples n"]], Float[Array, "samples V"]],
     rows: Float[Array, "samples n"],
-    mask: Int[Array, "R words"],
+    mask: Int[Array, "samples words"],
     tables: SlotTables,
     batch: SamplerBatch,
     variant: str | Int[Array, ""],
@@ -247,7 +247,7 @@ def sample_rows(
         inputs = jax.tree.unflatten(structure, values)
         return sample(score(rows), inputs, mask, tables, variant, settings)
 
-    return map_rows(sampled_rows, (rows, batch.mask_of_samples(mask), *values), batch.num_rows, tile)
+    return map_rows(sampled_rows, (rows, mask, *values), batch.num_rows, tile)
 
 
 class KeptState(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxserve.api.config import EngineConfig
+from jaxserve.api.draft_metrics import DraftReport
 from jaxserve.api.errors import MemoryPlanError, RequestError
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
@@ -148,7 +149,8 @@ def make_replicas(config: EngineConfig, plan: EnginePlan, runners: Iterable[Runn
     sharded = plan.models[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     drafts, admits_whole = config.num_speculative_tokens, config.enable_chunked_prefill is False
-    limits = SchedulerLimits(*sizes, drafts, plan.needs.windows, plan.num_stages, admits_whole)
+    most_samples = plan.buckets.max_step_samples
+    limits = SchedulerLimits(*sizes, drafts, plan.needs.windows, plan.num_stages, admits_whole, most_samples)
     depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
     replicas, speculation = list[Replica](), config.speculative_config
     pages, keeps = (sharded.num_pages, sharded.page_size), config.enable_prefix_caching
@@ -178,6 +180,7 @@ def make_admission(
         reasoning=writable_markers(reasoning_markers(reasoning, tokenizer), model.vocab_size),
         rope=model.rope if has_length_regimes(model.rope) else None,
         model_key=key.encode(),
+        draft_report=DraftReport.at_level(config.per_request_spec_decode_metrics, config.num_speculative_tokens),
         generates=model.has_head,
     )
     grammars = None if tokenizer is None else GrammarCompiler(tokenizer, model.vocab_size, eos_ids)

@@ -71,6 +71,8 @@ class SchedulerLimits(NamedTuple):
         windows: Sliding window of each page table; None for full attention.
         num_stages: Number of pipeline stages; a plan has at most ``max_num_seqs / num_stages`` rows, rounded up.
         admits_whole: Whether a waiting sequence is admitted only by a step that can compute all of its tokens.
+        max_step_samples: Most samples per step of which some follow drafts; None for no limit. A row without samples
+            counts as one.
     """
 
     max_num_seqs: int
@@ -80,6 +82,7 @@ class SchedulerLimits(NamedTuple):
     windows: tuple[KVWindow | None, ...] = (None,)
     num_stages: int = 1
     admits_whole: bool = False
+    max_step_samples: int | None = None
 
 
 class SlotSetup(NamedTuple):
@@ -108,10 +111,17 @@ class PageCopy(NamedTuple):
 
 
 class SlotMask(NamedTuple):
-    """Bit mask of the tokens a slot may sample in this step: little-endian int32 words, token t in word t // 32."""
+    """Bit mask of the tokens that a slot may sample in this step.
+
+    Attributes:
+        slot: The slot.
+        words: Little-endian int32 words, token t in word t // 32.
+        sample: Index among the samples of the slot's row: the number of drafts before it.
+    """
 
     slot: int
     words: bytes
+    sample: int = 0
 
 
 class PageGrant(NamedTuple):
@@ -169,7 +179,7 @@ class StepPlan:
         setups: Slot assignments before the step.
         grants: Page table updates before the step.
         copies: Page copies before the step.
-        masks: Token masks of constrained slots.
+        masks: Token masks of constrained slots; at most one per sample.
         slots: Slot of each row; at most one row per slot. Rows of one token are cheapest at the front.
         starts: Position of each row's first token, or ``ON_DEVICE``.
         lengths: Number of tokens of each row.
@@ -250,5 +260,6 @@ class StepPlan:
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether every row has one token and only samples."""
-        return self.num_tokens == self.num_rows and not self.targets and not self.pooling
+        """Whether every row has one token, or samples after each of its tokens, and nothing else is computed."""
+        is_single = self.num_tokens == self.num_rows
+        return (is_single or self.lengths == self.num_samples) and not self.targets and not self.pooling

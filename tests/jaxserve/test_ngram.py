@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from jaxserve.scheduling.proposers.ngram import NgramProposer
 from jaxserve.scheduling.proposers.registry import make_proposer
 from jaxserve.scheduling.sequence import Sequence
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
+from tests.sequences import proposed
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SUFFIX: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 3}
@@ -52,13 +54,13 @@ def decoding(tokens: list[int], num_in_flight: int = 0) -> Sequence:
 
 def test_the_longest_match_counts_and_the_first_of_it() -> None:
     proposer = NgramProposer(NGRAM)
-    assert proposer.propose(decoding([1, 2, 3, 4, 2, 3])) == [4, 2, 3], "as in vLLM's documentation"
-    assert proposer.propose(decoding([7, 3, 5, 2, 3, 6, 2, 3, 8, 2, 3])) == [6, 2, 3]
-    assert proposer.propose(decoding([1, 2, 3, 4])) == []
+    assert proposed(proposer, decoding([1, 2, 3, 4, 2, 3])) == [4, 2, 3], "as in vLLM's documentation"
+    assert proposed(proposer, decoding([7, 3, 5, 2, 3, 6, 2, 3, 8, 2, 3])) == [6, 2, 3]
+    assert proposed(proposer, decoding([1, 2, 3, 4])) == []
 
 
 def test_drafts_reach_past_the_tokens_that_steps_in_flight_sample() -> None:
-    assert NgramProposer(NGRAM).propose(decoding([1, 2, 3, 4, 5, 6, 7, 1], num_in_flight=2)) == [2, 3, 4, 5, 6]
+    assert proposed(NgramProposer(NGRAM), decoding([1, 2, 3, 4, 5, 6, 7, 1], num_in_flight=2)) == [2, 3, 4, 5, 6]
 
 
 def test_both_bounds_are_five_or_as_the_other() -> None:
@@ -72,7 +74,7 @@ def test_both_bounds_are_five_or_as_the_other() -> None:
         proposer = make_proposer({"method": "ngram", "num_speculative_tokens": 2} | bounds)
         assert proposer is not None
         for length in range(12, 21):  # the last tokens of the first ten occurred, as many as follow the 1
-            found = proposer.propose(decoding(tokens[:length]))
+            found = proposed(proposer, decoding(tokens[:length]))
             assert bool(found) == (length - 11 >= expected[-1]), (bounds, length)
 
 
@@ -84,26 +86,26 @@ def test_an_index_that_grows_finds_what_a_search_finds(parts: list[list[int]], d
     proposer, sequence = NgramProposer(NGRAM | sizes), decoding([])
     for part in parts:
         sequence.token_ids += part
-        assert proposer.propose(sequence) == looked_up(sequence.token_ids, shortest, longest, 3)
+        assert proposed(proposer, sequence) == looked_up(sequence.token_ids, shortest, longest, 3)
 
 
 def test_a_sequence_that_is_cut_and_goes_on_still_gets_lists_of_its_tokens() -> None:
     """Its index is of no use then, and does no harm."""
     proposer, sequence = NgramProposer(NGRAM), decoding([1, 2, 3, 1, 2])
-    proposer.propose(sequence)
+    proposed(proposer, sequence)
     del sequence.token_ids[2:]
     for token in (5, 1, 2):
         sequence.token_ids.append(token)
-        assert set(proposer.propose(sequence)) <= set(sequence.token_ids)
+        assert set(proposed(proposer, sequence)) <= set(sequence.token_ids)
 
 
 def test_finished_sequences_are_forgotten() -> None:
     proposer = NgramProposer(NGRAM)
     running = decoding([1, 2, 1])
     for end in (proposer.finish, proposer.forget):
-        proposer.propose(running)
+        proposed(proposer, running)
         finished = decoding([1, 2, 1])
-        proposer.propose(finished)
+        proposed(proposer, finished)
         end(finished)
         end(decoding([1]))
     assert list(proposer._indexes) == [running]
@@ -197,6 +199,22 @@ def test_completions_are_the_same_on_every_mesh_and_with_few_pages(
         check(found, generate(llm, MIX))
 
 
+def check_reports(outputs: list[RequestOutput]) -> None:
+    """The drafts that each completion reports account for its tokens, but for one of each other step."""
+    for output in outputs:
+        report, metrics = output.outputs[0].spec_decode_metrics, output.metrics
+        assert report is not None and metrics is not None
+        found = report.to_dict()
+        drafted, accepted = found["per_step_drafted"], found["per_step_accepted"]
+        assert (sum(drafted), sum(accepted)) == (metrics.num_draft_tokens, metrics.num_accepted_tokens)
+        assert found["num_spec_steps"] == len(drafted) == len(accepted) == metrics.num_drafts
+        assert [accepted.count(length) for length in range(9)] == found["acceptance_histogram"]
+        assert found["mean_acceptance_length"] == 1 + sum(accepted) / len(accepted)
+        assert found["draft_acceptance_rate"] == sum(accepted) / sum(drafted)
+        assert (found["num_accepted_draft_tokens"], found["num_draft_tokens"]) == (sum(accepted), sum(drafted))
+        assert found["num_spec_tokens"] == 8 and sum(accepted) + len(accepted) < len(output.outputs[0].token_ids)
+
+
 def test_past_outputs_make_the_same_completions_in_fewer_steps(expected: list[RequestOutput]) -> None:
     """Of every kind of request; of prompts that are asked again, nearly all drafts are right."""
     prompts: list[tuple[Any, dict[str, Any]]] = [
@@ -204,7 +222,8 @@ def test_past_outputs_make_the_same_completions_in_fewer_steps(expected: list[Re
         for number in range(101, 105)
     ]
     names = [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
-    with LLM("demo", **SETTINGS, spec_method="suffix", spec_tokens=8) as llm:
+    reports: dict[str, Any] = {"per_request_spec_decode_metrics": "detailed", "disable_log_stats": False}
+    with LLM("demo", **SETTINGS, spec_method="suffix", spec_tokens=8, **reports) as llm:
         llm.beam_search(["abcabcabc", "abcabcabc"], BeamSearchParams(beam_width=2, max_tokens=6))
         generate(llm, [("abcabcabc", {"max_tokens": 1, "prompt_logprobs": 1})] * 2)
         assert metric(llm, names[0]) == 0, "neither beams nor scores of prompts take drafts"
@@ -212,9 +231,15 @@ def test_past_outputs_make_the_same_completions_in_fewer_steps(expected: list[Re
             check(generate(llm, MIX), expected)
         first = generate(llm, prompts)
         before = [metric(llm, name) for name in names]
-        check(generate(llm, prompts), first)
+        again = generate(llm, prompts)
+        check(again, first)
+        check_reports(again)
         drafts, drafted, accepted = (metric(llm, name) - old for name, old in zip(names, before, strict=True))
         assert accepted > 0.8 * drafted and accepted > 4 * drafts
+        counts = [each.metrics for each in again if each.metrics is not None]
+        assert sum(each.num_drafts for each in counts) == drafts
+        assert sum(each.num_draft_tokens for each in counts) == drafted
+        assert sum(each.num_accepted_tokens for each in counts) == accepted
         positions = [each for each in llm.get_metrics() if each.name.endswith("accepted_tokens_per_pos")]
         assert [each.labels for each in positions] == [{"position": str(position)} for position in range(8)]
         assert sum(each.value for each in positions) == metric(llm, names[2])
@@ -300,10 +325,10 @@ def test_a_proposer_that_fails_costs_no_request_anything(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, expected: list[RequestOutput]
 ) -> None:
     class Failing(NgramProposer):
-        def propose(self, sequence: Sequence) -> list[int]:
-            if sequence.num_output_tokens > 5:
+        def propose(self, sequences: Items[Sequence]) -> list[list[int]]:
+            if max(sequence.num_output_tokens for sequence in sequences) > 5:
                 raise KeyError("no such n-gram")
-            return super().propose(sequence)
+            return super().propose(sequences)
 
     makers: dict[str, Callable[..., Any]] = {"ngram": Failing}
     monkeypatch.setattr(registry, "PROPOSERS", makers)
