@@ -63,6 +63,8 @@ def add_drafts(
             _log_failure(proposer)
             works = False
             break
+        if not drafts and sequence.constraint is None:
+            continue
         drafts = proposed[index] = _reserve(sequence, drafts, min(limits.max_draft_tokens, budget), step, pages)
         sequence.num_computed += len(drafts)
         sequence.num_pending += len(drafts)
