@@ -291,6 +291,11 @@ class ShardedModel:
         return _bytes_per_device(self.abstract_params)
 
     @property
+    def largest_weight_bytes(self) -> int:
+        """Bytes per device of the largest parameter of a layer, the embedding or the head."""
+        return max(map(_bytes_per_device, self.abstract_model.params.values()), default=0)
+
+    @property
     def pool_bytes(self) -> int:
         """Bytes of all pages per device, including those for padding."""
         return _bytes_per_device(self.abstract_all_pools())
