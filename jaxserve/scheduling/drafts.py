@@ -50,36 +50,48 @@ def add_drafts(
     Drafts use only the query tokens and pages that are left over. Rows with drafts are moved after rows of one token,
     which are cheapest at the front. Return whether the proposer works: if it fails, rows stay without drafts.
     """
-    works = True
-    proposed: list[list[int]] = [[] for _ in range(num_decodes)]
     budget = limits.max_num_batched_tokens - step.plan.num_tokens
-    for index, sequence in enumerate(step.sequences[:num_decodes]):
-        if budget <= 0:
-            break
-        num_in_flight = sequence.num_pending - 1  # excludes this row's token
-        try:
-            drafts = proposer.propose(sequence)[num_in_flight:]
-        except Exception:
-            _log_failure(proposer)
-            works = False
-            break
-        if not drafts and sequence.constraint is None:
-            continue
-        drafts = proposed[index] = _reserve(sequence, drafts, min(limits.max_draft_tokens, budget), step, pages)
-        sequence.num_computed += len(drafts)
-        sequence.num_pending += len(drafts)
-        budget -= len(drafts)
-    if not any(proposed):
-        return works
-    plan, order = step.plan, sorted(range(num_decodes), key=lambda index: bool(proposed[index]))
-    step.sequences[:num_decodes] = [step.sequences[index] for index in order]
-    for column in (plan.slots, plan.starts):
-        column[:num_decodes] = array("i", [column[index] for index in order])
-    lengths = array("i", [1 + len(proposed[index]) for index in order])
-    plan.lengths[:num_decodes] = plan.num_samples[:num_decodes] = lengths
-    tokens = [(plan.token_ids[index], *proposed[index]) for index in order]
-    plan.token_ids[:num_decodes] = array("i", itertools.chain.from_iterable(tokens))
-    return works
+    if limits.max_step_samples is not None:
+        budget = min(budget, limits.max_step_samples - step.plan.num_rows)
+    sequences = step.sequences[:num_decodes]
+    found = _ask(proposer, sequences) if budget > 0 else []
+    drafts: list[list[int]] = [[] for _ in sequences]
+    for row, (sequence, tokens) in enumerate(zip(sequences, found or [], strict=False)):
+        if tokens or sequence.constraint is not None:
+            most = min(limits.max_draft_tokens, budget)
+            kept = drafts[row] = _reserve(sequence, tokens, most, step, pages)
+            budget -= len(kept)
+    if any(drafts):
+        _write(step, drafts)
+    return found is not None
+
+
+def _write(step: Step, drafts: list[list[int]]) -> None:
+    """Add the drafts of the first rows to a plan, and move those with drafts after those of one token."""
+    plan, num_rows = step.plan, len(drafts)
+    if not all(drafts):
+        order = sorted(range(num_rows), key=lambda row: bool(drafts[row]))
+        drafts = [drafts[row] for row in order]
+        step.sequences[:num_rows] = [step.sequences[row] for row in order]
+        for column in (plan.slots, plan.starts, plan.token_ids):
+            column[:num_rows] = array("i", [column[row] for row in order])
+    lengths = array("i", [1 + len(tokens) for tokens in drafts])
+    plan.lengths[:num_rows] = plan.num_samples[:num_rows] = lengths
+    tokens = itertools.chain.from_iterable(
+        (first, *others) for first, others in zip(plan.token_ids, drafts, strict=False)
+    )
+    plan.token_ids[:num_rows] = array("i", tokens)
+
+
+def _ask(proposer: DraftProposer, sequences: list[Sequence]) -> list[list[int]] | None:
+    """Return the drafts that a proposer has for each sequence; None if it fails."""
+    try:
+        found = proposer.propose(sequences) if sequences else []
+        assert len(found) == len(sequences), f"{len(found)} lists of drafts for {len(sequences)} sequences"
+    except Exception:
+        _log_failure(proposer)
+        return None
+    return found
 
 
 def finish_drafts(proposer: DraftProposer, sequence: Sequence) -> bool:
@@ -97,13 +109,13 @@ def finish_drafts(proposer: DraftProposer, sequence: Sequence) -> bool:
 
 def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, counts: DraftCounts) -> None:
     """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``."""
+    accepted = list[int]()
     for num_samples, sequence, new in zip(step.plan.num_samples, step.sequences, tokens, strict=True):
         if num_samples <= 1 or sequence.finish_reason is not None:
             continue
         num_accepted = max(len(new), 1) - 1
-        counts.num_drafts += 1
+        accepted.append(num_accepted)
         counts.num_tokens += num_samples - 1
-        counts.num_accepted.update(range(num_accepted))
         num_rejected = num_samples - 1 - num_accepted
         if not num_rejected:
             continue
@@ -111,24 +123,41 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, coun
         if sequence.slot >= 0:
             sequence.num_computed -= num_rejected
             pages.shrink(sequence)
+    counts.num_drafts += len(accepted)
+    for num_accepted, num_rows in collections.Counter(accepted).items():
+        for position in range(num_accepted):
+            counts.num_accepted[position] += num_rows
 
 
-def _reserve(sequence: Sequence, drafts: list[int], most: int, step: Step, pages: ContextPages) -> list[int]:
-    """Return at most ``most`` drafts that fit into a sequence's length, with pages and masks for them."""
-    most, masks = min(most, sequence.max_length - 1 - sequence.num_computed), list[bytes | None]()
+def _reserve(sequence: Sequence, tokens: list[int], most: int, step: Step, pages: ContextPages) -> list[int]:
+    """Return the drafts that fit into a sequence's pages and its maximum length; reserve these, with their masks.
+
+    Args:
+        sequence: The sequence.
+        tokens: What was proposed, from the tokens that steps in flight sample on.
+        most: Most drafts.
+        step: Gets the grants of new pages, and the masks.
+        pages: Allocates them.
+    """
+    start, num_in_flight = sequence.num_computed, sequence.num_pending - 1  # excludes this row's token
+    most, masks = min(most, sequence.max_length - 1 - start), list[bytes | None]()
     if sequence.constraint is None:
-        drafts = drafts[:most]
+        drafts = tokens[num_in_flight : num_in_flight + most]
     elif sequence.error is None:
-        drafts, masks, sequence.error = constrained_drafts(sequence, drafts, most)
+        drafts, masks, sequence.error = constrained_drafts(sequence, tokens, most)
     else:
         return []
-    end = sequence.num_computed + len(drafts)
+    end = start + len(drafts)
     if end > sequence.decode_limit:
         pages.grow_to(sequence, end)
         step.plan.grants += pages.grants(sequence)
-    num_kept = min(end, sequence.decode_limit) - sequence.num_computed
-    step.add_draft_masks(sequence.slot, masks[:num_kept])
-    return drafts[:num_kept]
+        end = min(end, sequence.decode_limit)
+        drafts = drafts[: end - start]
+    if masks:
+        step.add_draft_masks(sequence.slot, masks[: len(drafts)])
+    sequence.num_computed = end
+    sequence.num_pending += len(drafts)
+    return drafts
 
 
 def _log_failure(proposer: DraftProposer) -> None:

@@ -18,7 +18,7 @@ from tests.sequences import STOP_STRING, NoState, StopAfter, Taken, make_sequenc
 class Counting(NoState):
     """Proposes 100, 101, ... : the number of each token's place after the prompt."""
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def follow(self, sequence: Sequence) -> list[int]:
         """Twenty tokens."""
         return list(range(100 + sequence.num_output_tokens, 120 + sequence.num_output_tokens))
 
@@ -48,9 +48,11 @@ class Script(Taken):
         return token == self.last
 
 
-def make_scheduler(num_pages: int = 32, max_tokens: int = 32, proposer: DraftProposer | None = None) -> Scheduler:
+def make_scheduler(
+    num_pages: int = 32, max_tokens: int = 32, proposer: DraftProposer | None = None, max_samples: int | None = None
+) -> Scheduler:
     """Pages of four tokens, three drafts a row."""
-    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=max_tokens, max_draft_tokens=3)
+    limits = SchedulerLimits(4, max_tokens, max_draft_tokens=3, max_step_samples=max_samples)
     return Scheduler(limits, PageAllocator(num_pages, 4), proposer or Counting())
 
 
@@ -86,6 +88,14 @@ def test_a_row_samples_after_its_token_and_each_draft() -> None:
     assert sequence.token_ids[-3:] == [101, 102, 7]
     assert sequence.token_ids[5:] == [100, 101, 102, 7] and (sequence.num_computed, sequence.num_pending) == (8, 0)
     assert rows_of(scheduled(scheduler)) == [Row(sequence.slot, 8, [7, 104, 105, 106], 4)]
+
+
+def test_the_samples_of_a_step_are_bounded() -> None:
+    scheduler = make_scheduler(max_samples=6)
+    for name in "abc":
+        add(scheduler, name)
+    start(scheduler)
+    assert [row.num_samples for row in rows_of(scheduled(scheduler))] == [1, 1, 4]
 
 
 def test_drafts_of_a_pending_row_follow_those_in_flight() -> None:
@@ -194,7 +204,7 @@ def test_below_min_tokens_a_row_waits_for_those_in_flight() -> None:
 
 def test_rows_with_drafts_follow_those_of_one_token() -> None:
     class Some(NoState):
-        def propose(self, sequence: Sequence) -> list[int]:
+        def follow(self, sequence: Sequence) -> list[int]:
             return [] if name_of(sequence) in "bd" else [1]
 
     scheduler = make_scheduler(proposer=Some())

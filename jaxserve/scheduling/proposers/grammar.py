@@ -1,6 +1,7 @@
 """Propose no drafts but those of the scheduler itself: the method ``grammar`` of ``speculative_config``."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from typing import Any
 
 from jaxserve.scheduling.sequence import Sequence
@@ -16,9 +17,9 @@ class GrammarProposer:
     def __init__(self, config: Mapping[str, Any]):
         pass
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def propose(self, sequences: Items[Sequence]) -> list[list[int]]:
         """See ``DraftProposer``: return nothing."""
-        return []
+        return [[] for _ in sequences]
 
     def finish(self, sequence: Sequence) -> None:
         """See ``DraftProposer``."""
