@@ -61,6 +61,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The texts that the other keys accept, the default first; empty: any text, without a default."""
 METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "grammar": ("num_speculative_tokens",),
         "ngram": ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
         "suffix": (
             "num_speculative_tokens",

@@ -356,9 +356,9 @@ class ShardedModel:
         shape = self.num_lanes * num_rows, self.vocab_width
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.vocab_sharding)
 
-    def mask_shape(self, num_rows: int) -> tuple[int, int]:
-        """Return the shape of a lane's vocabulary mask: int32 words with a bit per token."""
-        return num_rows, -(-self.config.vocab_size // 32)
+    def mask_shape(self, num_samples: int) -> tuple[int, int]:
+        """Return the shape of a lane's token masks: for each sample, int32 words with a bit per token."""
+        return num_samples, -(-self.config.vocab_size // 32)
 
     def rows_struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return the abstract value of an array of rows or slots, from the shape of one lane's part."""

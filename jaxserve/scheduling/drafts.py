@@ -11,6 +11,7 @@ import itertools
 import logging
 from array import array
 
+from jaxserve.scheduling.constrained_drafts import constrained_drafts
 from jaxserve.scheduling.context_pages import ContextPages
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.proposers.proposer import DraftProposer
@@ -41,11 +42,6 @@ class DraftCounts:
         self.num_accepted += other.num_accepted
 
 
-def takes_drafts(sequence: Sequence) -> bool:
-    """Whether a sequence can use drafts: not if the host computes each token's mask from the tokens before it."""
-    return sequence.constraint is None and not sequence.sampling.banned_ids
-
-
 def add_drafts(
     step: Step, num_decodes: int, proposer: DraftProposer, limits: SchedulerLimits, pages: ContextPages
 ) -> bool:
@@ -57,27 +53,34 @@ def add_drafts(
     budget = limits.max_num_batched_tokens - step.plan.num_tokens
     if limits.max_step_samples is not None:
         budget = min(budget, limits.max_step_samples - step.plan.num_rows)
-    asked = [index for index, one in enumerate(step.sequences[:num_decodes]) if takes_drafts(one)] if budget > 0 else []
-    found = _ask(proposer, [step.sequences[index] for index in asked])
-    proposed: list[list[int]] = [[] for _ in range(num_decodes)]
-    for index, drafts in zip(asked, found or [], strict=False):
-        sequence = step.sequences[index]
-        num_in_flight = sequence.num_pending - 1  # excludes this row's token
-        drafts = drafts[num_in_flight:][: min(limits.max_draft_tokens, budget)]
-        if drafts:
-            drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), step, pages, limits.num_lookahead)]
-            sequence.num_computed += len(drafts)
-            sequence.num_pending += len(drafts)
-            budget -= len(drafts)
-    plan, order = step.plan, sorted(range(num_decodes), key=lambda index: bool(proposed[index]))
-    step.sequences[:num_decodes] = [step.sequences[index] for index in order]
-    for column in (plan.slots, plan.starts):
-        column[:num_decodes] = array("i", [column[index] for index in order])
-    lengths = array("i", [1 + len(proposed[index]) for index in order])
-    plan.lengths[:num_decodes] = plan.num_samples[:num_decodes] = lengths
-    tokens = [(plan.token_ids[index], *proposed[index]) for index in order]
-    plan.token_ids[:num_decodes] = array("i", itertools.chain.from_iterable(tokens))
+    sequences = step.sequences[:num_decodes]
+    found = _ask(proposer, sequences) if budget > 0 else []
+    drafts: list[list[int]] = [[] for _ in sequences]
+    for row, (sequence, tokens) in enumerate(zip(sequences, found or [], strict=False)):
+        if tokens or sequence.constraint is not None:
+            most = min(limits.max_draft_tokens, budget)
+            kept = drafts[row] = _reserve(sequence, tokens, most, step, pages, limits.num_lookahead)
+            budget -= len(kept)
+    if any(drafts):
+        _write(step, drafts)
     return found is not None
+
+
+def _write(step: Step, drafts: list[list[int]]) -> None:
+    """Add the drafts of the first rows to a plan, and move those with drafts after those of one token."""
+    plan, num_rows = step.plan, len(drafts)
+    if not all(drafts):
+        order = sorted(range(num_rows), key=lambda row: bool(drafts[row]))
+        drafts = [drafts[row] for row in order]
+        step.sequences[:num_rows] = [step.sequences[row] for row in order]
+        for column in (plan.slots, plan.starts, plan.token_ids):
+            column[:num_rows] = array("i", [column[row] for row in order])
+    lengths = array("i", [1 + len(tokens) for tokens in drafts])
+    plan.lengths[:num_rows] = plan.num_samples[:num_rows] = lengths
+    tokens = itertools.chain.from_iterable(
+        (first, *others) for first, others in zip(plan.token_ids, drafts, strict=False)
+    )
+    plan.token_ids[:num_rows] = array("i", tokens)
 
 
 def _ask(proposer: DraftProposer, sequences: list[Sequence]) -> list[list[int]] | None:
@@ -109,13 +112,17 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages | Non
 
     Sequences keep all ``pages`` if that is None: a drafter on the device writes past them.
     """
+    accepted = list[int]()
     for num_samples, sequence, new in zip(step.plan.num_samples, step.sequences, tokens, strict=True):
         if num_samples <= 1 or sequence.finish_reason is not None:
             continue
         num_accepted = max(len(new), 1) - 1
-        counts.num_drafts += 1
+        accepted.append(num_accepted)
+        sequence.drafted.append(num_samples - 1)
+        sequence.accepted.append(num_accepted)
+        sequence.num_draft_tokens += num_samples - 1
+        sequence.num_accepted_tokens += num_accepted
         counts.num_tokens += num_samples - 1
-        counts.num_accepted.update(range(num_accepted))
         num_rejected = num_samples - 1 - num_accepted
         if not num_rejected:
             continue
@@ -124,16 +131,45 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages | Non
             sequence.num_computed -= num_rejected
             if pages is not None:
                 pages.shrink(sequence)
+    counts.num_drafts += len(accepted)
+    for num_accepted, num_rows in collections.Counter(accepted).items():
+        for position in range(num_accepted):
+            counts.num_accepted[position] += num_rows
 
 
-def _reserve(sequence: Sequence, num_drafts: int, step: Step, pages: ContextPages, num_lookahead: int) -> int:
-    """Allocate pages for a sequence's drafts and the tokens after them; return how many drafts fit into its pages and
-    its maximum length."""
-    end = min(sequence.num_computed + num_drafts, sequence.max_length - 1)
-    if min(end + num_lookahead, sequence.max_length - 1) > sequence.decode_limit:
-        pages.grow_to(sequence, min(end + num_lookahead, sequence.max_length - 1))
+def _reserve(
+    sequence: Sequence, tokens: list[int], most: int, step: Step, pages: ContextPages, num_lookahead: int
+) -> list[int]:
+    """Return the drafts that fit into a sequence's pages and its maximum length; reserve these, with their masks.
+
+    Args:
+        sequence: The sequence.
+        tokens: What was proposed, from the tokens that steps in flight sample on.
+        most: Most drafts.
+        step: Gets the grants of new pages, and the masks.
+        pages: Allocates them.
+        num_lookahead: Tokens after the drafts for which pages are allocated too, if any are free.
+    """
+    start, num_in_flight = sequence.num_computed, sequence.num_pending - 1  # excludes this row's token
+    most, masks = min(most, sequence.max_length - 1 - start), list[bytes | None]()
+    if sequence.constraint is None:
+        drafts = tokens[num_in_flight : num_in_flight + most]
+    elif sequence.error is None:
+        drafts, masks, sequence.error = constrained_drafts(sequence, tokens, most)
+    else:
+        return []
+    end = start + len(drafts)
+    last = min(end + num_lookahead, sequence.max_length - 1)
+    if last > sequence.decode_limit:
+        pages.grow_to(sequence, last)
         step.plan.grants += pages.grants(sequence)
-    return min(end, sequence.decode_limit) - sequence.num_computed
+        end = min(end, sequence.decode_limit)
+        drafts = drafts[: end - start]
+    if masks:
+        step.add_draft_masks(sequence.slot, masks[: len(drafts)])
+    sequence.num_computed = end
+    sequence.num_pending += len(drafts)
+    return drafts
 
 
 def _log_failure(proposer: DraftProposer) -> None:

@@ -4,7 +4,7 @@ After admission only the scheduler and its helpers in this package modify a sequ
 """
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxserve.api.outputs import FinishReason
 from jaxserve.api.request import Request
@@ -16,7 +16,7 @@ class Constraint(Protocol):
     """State of structured output for one sequence.
 
     A constrained sequence samples only when the host knows all its tokens: it skips every other step under async
-    scheduling.
+    scheduling. The masks after its drafts are made by accepting them, and taking that back with ``restore``.
     """
 
     def mask(self) -> bytes | None:
@@ -25,6 +25,18 @@ class Constraint(Protocol):
 
     def accept(self, token: int) -> bool:
         """Advance by the next token; return whether it completes the output."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Return the next tokens if the constraint leaves little choice, as drafts; empty if it leaves more."""
+        ...
+
+    def save(self) -> Any:
+        """Return the current state for ``restore``; cheap."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Return to a state that was saved since the last call, also after ``accept`` or ``mask`` has failed."""
         ...
 
 
@@ -86,6 +98,10 @@ class Sequence:
         num_pages: Number of pages available in all tables.
         num_computed: Tokens whose keys and values are in pages, including steps in flight, if all drafts are accepted.
         num_pending: Tokens sampled by steps in flight, if all drafts are accepted; a pooled vector counts as one.
+        drafted: Number of draft tokens of each step that verified some.
+        accepted: Number of accepted ones of these steps.
+        num_draft_tokens: Sum of ``drafted``.
+        num_accepted_tokens: Sum of ``accepted``.
         last_plan: Number of the latest plan with a row of the sequence; used with several pipeline stages.
         decode_limit: Position up to which the pages and ``max_length`` allow decoding; 0 while the prompt is computed.
         next_check: Length from which a token must be checked for an ending even if it is not a stop token.
@@ -119,6 +135,10 @@ class Sequence:
     num_pages: int = 0
     num_computed: int = 0
     num_pending: int = 0
+    drafted: bytearray = dataclasses.field(default_factory=bytearray)
+    accepted: bytearray = dataclasses.field(default_factory=bytearray)
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     last_plan: int = -1
     decode_limit: int = 0
     next_check: int = 0
@@ -141,6 +161,18 @@ class Sequence:
     def min_length(self) -> int:
         """Length, prompt included, below which only ``max_length`` finishes the sequence."""
         return self.num_prompt_tokens + self.request.params.min_tokens
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether it cannot decode before the host knows the tokens in flight: its masks depend on them.
+
+        Those of a constraint depend on the tokens; that of ``min_tokens`` on their number, which drafts in flight leave
+        open. After the minimum, it no longer matters.
+        """
+        if self.constraint is not None:
+            return self.num_pending > 0
+        is_open = self.num_pending > 1 and len(self.token_ids) + 1 < self.sampling.banned_until
+        return is_open and bool(self.sampling.banned_ids)
 
     def release_followers(self) -> list["Sequence"]:
         """Remove and return the followers that can start, once this sequence has a token or has finished.

@@ -1,6 +1,7 @@
 """A step from the making of its plan to its completion."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxserve.api.errors import own_failure
@@ -103,6 +104,10 @@ class Step:
         if words is not None:
             self.plan.masks.append(SlotMask(slot, words))
         return None
+
+    def add_draft_masks(self, slot: int, masks: Iterable[bytes | None]) -> None:
+        """Add the token masks after each draft of a constrained sequence's row; None allows all."""
+        self.plan.masks += [SlotMask(slot, words, index) for index, words in enumerate(masks, 1) if words is not None]
 
     def add_chunk(self, sequence: Sequence, end: int) -> bool:
         """Add a row of a sequence's known tokens up to position ``end``; return whether it samples."""
