@@ -40,6 +40,12 @@ class DraftCounts:
         self.num_tokens += other.num_tokens
         self.num_accepted += other.num_accepted
 
+    def subtract(self, other: "DraftCounts") -> None:
+        """Subtract earlier counts."""
+        self.num_drafts -= other.num_drafts
+        self.num_tokens -= other.num_tokens
+        self.num_accepted.subtract(other.num_accepted)
+
 
 def takes_drafts(sequence: Sequence) -> bool:
     """Whether a sequence can use drafts: not if the host computes each token's mask from the tokens before it."""
