@@ -55,7 +55,7 @@ def text(number: int) -> Sequence:
 
 
 class Load(NoState):
-    """Texts on a scheduler and a runner, with up to ``depth`` steps in flight and drafts that ``propose`` makes."""
+    """Texts on a scheduler and a runner, with up to ``depth`` steps in flight and drafts that ``follow`` makes."""
 
     def __init__(self, seed: int = 0, depth: int = 1, expected: list[list[int]] | None = None):
         self.rng = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ class Load(NoState):
         self.in_flight: list[StepPlan] = []
         self.num_device_starts = self.num_kept = 0
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def follow(self, sequence: Sequence) -> list[int]:
         """What the text goes on with, up to a random place."""
         assert self.expected is not None
         future = self.expected[int(name_of(sequence))][len(sequence.token_ids) :]

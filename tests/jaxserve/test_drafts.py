@@ -15,7 +15,7 @@ from tests.sequences import STOP_STRING, NoState, StopAfter, make_sequence, name
 class Counting(NoState):
     """Proposes 100, 101, ... : the number of each token's place after the prompt."""
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def follow(self, sequence: Sequence) -> list[int]:
         """Twenty tokens."""
         return list(range(100 + sequence.num_output_tokens, 120 + sequence.num_output_tokens))
 
@@ -99,7 +99,7 @@ def test_sequences_whose_masks_the_host_makes_get_no_drafts() -> None:
 
 def test_rows_with_drafts_follow_those_of_one_token() -> None:
     class Some(NoState):
-        def propose(self, sequence: Sequence) -> list[int]:
+        def follow(self, sequence: Sequence) -> list[int]:
             return [] if name_of(sequence) in "bd" else [1]
 
     scheduler = make_scheduler(proposer=Some())
