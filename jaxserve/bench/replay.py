@@ -1,5 +1,7 @@
 """A proposer for benchmarks: it knows each text, and proposes wrong tokens at a set rate."""
 
+from collections.abc import Sequence as Items
+
 import numpy as np
 
 from jaxserve.scheduling.sequence import Sequence
@@ -27,14 +29,17 @@ class Replay:
         is_wrong = np.random.default_rng((seed, *prompt)).random(len(output)) >= self._acceptance
         self._proposals[tuple(prompt)] = ((np.array(output) + is_wrong) % self._vocab_size).tolist()
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def propose(self, sequences: Items[Sequence]) -> list[list[int]]:
         """See ``DraftProposer``."""
-        proposal = self._proposals[tuple(sequence.token_ids[: sequence.num_prompt_tokens])]
-        start = sequence.num_output_tokens
-        return proposal[start : start + sequence.num_pending - 1 + self._num_tokens]
+        return [self._following(sequence) for sequence in sequences]
 
     def finish(self, sequence: Sequence) -> None:
         """See ``DraftProposer``: the text stays known."""
 
     def forget(self, sequence: Sequence) -> None:
         """See ``DraftProposer``: the text stays known."""
+
+    def _following(self, sequence: Sequence) -> list[int]:
+        proposal = self._proposals[tuple(sequence.token_ids[: sequence.num_prompt_tokens])]
+        start = sequence.num_output_tokens
+        return proposal[start : start + sequence.num_pending - 1 + self._num_tokens]

@@ -25,6 +25,7 @@ _CPU_POOL_BYTES = GIB
 _RESERVE_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30}
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _DEFAULT_FRACTION = 0.75
+_LOGITS_BYTES = 256 << 20  # of the samples of a step with drafts, in float32
 STEPS_IN_FLIGHT = 2
 """Steps in flight with async scheduling in which one sequence can sample; each further stage adds one for others."""
 
@@ -259,19 +260,27 @@ def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def memory_needs(sharded: ShardedModel, max_num_batched_tokens: int, max_samples: int, num_stages: int) -> MemoryNeeds:
+def most_samples(sharded: ShardedModel, max_num_batched_tokens: int, max_samples: int, num_stages: int) -> int:
+    """Return the most samples of a step: one per row, and one per draft as far as all logits stay small."""
+    num_rows = -(-sharded.num_slots // num_stages)
+    affordable = max(num_rows, _LOGITS_BYTES // (4 * sharded.config.vocab_size))
+    return min(num_rows * max_samples, affordable, max_num_batched_tokens)
+
+
+def memory_needs(
+    sharded: ShardedModel, max_num_batched_tokens: int, max_samples: int, max_step_samples: int
+) -> MemoryNeeds:
     """Return the memory that one stage needs on each of its devices."""
     assert sharded.max_model_len is not None
     model, abstract = sharded.config, sharded.abstract_model
     page = dataclasses.replace(sharded, num_pages=sharded.num_pages + 1).pool_bytes - sharded.pool_bytes
     token = 3 * abstract.layer_width
-    samples = min(-(-sharded.num_slots // num_stages) * max_samples, max_num_batched_tokens)
     itemsize = jnp.dtype(sharded.policy.activations).itemsize
     step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples
     scores = model.vocab_size  # of each sample; processors see whole rows
     if sharded.parallel.keeps_logits and not sharded.processors:
         scores = sharded.vocab_width // sharded.parallel.parts(sharded.parallel.vocab)
-    logits = samples * scores * 4 * 4 if sharded.is_last else 0
+    logits = max_step_samples * scores * 4 * 4 if sharded.is_last else 0
     return MemoryNeeds(
         weights=sharded.weight_bytes,
         page=page,

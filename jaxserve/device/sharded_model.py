@@ -135,6 +135,12 @@ class ShardedModel:
         return Parallel.on_mesh(self.layout, self.mesh)
 
     @property
+    def splits_rows(self) -> bool:
+        """Whether decode steps with drafts attend as if each draft were a row, with the kernels of decode steps without
+        drafts; native kernels read keys and values once for all tokens of a row instead."""
+        return self.kernel.name != "native"
+
+    @property
     def layer_tile(self) -> int | None:
         """``row_tile`` for layers and head; None if native kernels compute each row separately."""
         is_native = computes_rows_natively(self.abstract_model.has_fused_norms, self.policy, self.kernel)
@@ -210,7 +216,8 @@ class ShardedModel:
 
     def unpack(self, buffer: Int[Array, " size"], shape: BatchShape, latest: LatestTokens) -> StepBatch:
         """Return the arrays of a step; called inside a program. See ``step_batch.unpack``."""
-        return unpack(buffer, shape, latest, self.page_size, self.num_pages, self.layout.mesh_axis("tokens"))
+        tokens_axis = self.layout.mesh_axis("tokens")
+        return unpack(buffer, shape, latest, self.page_size, self.num_pages, tokens_axis, self.splits_rows)
 
     def trace(
         self,

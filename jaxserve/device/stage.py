@@ -141,7 +141,11 @@ class Stage:
         else:
             is_compiled = "any" in self._decode_variants or variant in self._decode_variants
             decode_only = is_compiled and all(plan.is_decode_only for plan in plans)
-            shape = self.buckets.shape_for(max(plan.num_tokens for plan in plans), decode_only)
+            num_tokens = max(plan.num_tokens for plan in plans)
+            if decode_only and any(plan.has_drafts for plan in plans):
+                shape = self.buckets.draft_shape_for(max(plan.num_rows for plan in plans), num_tokens)
+            else:
+                shape = self.buckets.shape_for(num_tokens, decode_only)
         steps = self._steps if scores_prompt else self._plain_steps
         return shape, steps.get((shape, variant)) or steps[shape, "any"]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxserve.device.sampler_batch import (
     SLOT_PARAMS,
@@ -32,12 +32,13 @@ class BatchShape:
     """Sizes of a compiled step.
 
     Attributes:
-        num_tokens: T, query tokens; equal to ``num_rows`` in a decode step.
+        num_tokens: T, query tokens; equal to ``num_rows`` in a decode step without drafts.
         num_rows: R, sequences.
         table_pages: M, pages of the longest context.
-        decode_only: Whether every row has one token.
+        decode_only: Whether every row is a latest token and its drafts, if the shape has any, without prompts.
         scores_prompt: Whether the step computes prompt logprobs.
         max_samples: Most samples per row: one plus the number of drafts.
+        max_step_samples: Most samples of all rows; None for as many as rows and tokens allow.
         num_arguments: Logits processor arguments per row.
         num_tables: Number of page tables per row.
     """
@@ -48,6 +49,7 @@ class BatchShape:
     decode_only: bool
     scores_prompt: bool = False
     max_samples: int = 1
+    max_step_samples: int | None = None
     num_arguments: int = 0
     num_tables: int = 1
 
@@ -71,8 +73,13 @@ class BatchShape:
     @functools.cached_property
     def sampler(self) -> SamplerShape:
         """Sizes of the sampler; a row that does not sample counts as one sample."""
-        num_samples = min(self.num_tokens, self.num_rows * self.max_samples)
+        num_samples = min(self.num_tokens, self.num_rows * self.max_samples, self.max_step_samples or self.num_tokens)
         return SamplerShape(self.num_rows, num_samples, self.max_samples, self.num_arguments)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it is for decode steps with drafts."""
+        return self.decode_only and self.max_samples > 1
 
     @property
     def sampler_start(self) -> int:
@@ -101,6 +108,7 @@ class StepBatch(NamedTuple):
         targets: Prompt token after each token if its logprob is requested; else -1.
         attention: Inputs of attention for each page table.
         slots: Slot of each row; out of range for an empty row.
+        row_starts: Index of the first query token of each row.
         sampled_tokens: Index of the query token that each sample follows.
         counted_slots: Slot of each row whose token counts for penalties; out of range for other rows.
         pooled_from: Index of the first query token of each row to pool; the row's end for none. Empty in decode steps.
@@ -115,6 +123,7 @@ class StepBatch(NamedTuple):
     targets: Int[Array, " T"]
     attention: tuple[AttentionBatch, ...]
     slots: Int[Array, " R"]
+    row_starts: Int[Array, " R"]
     sampled_tokens: Int[Array, " samples"]
     counted_slots: Int[Array, " R"]
     pooled_from: Int[Array, " pooled"]
@@ -137,6 +146,7 @@ def unpack(
     page_size: int,
     num_pages: int,
     tokens_axis: str | None = None,
+    splits_rows: bool = False,
 ) -> StepBatch:
     """Return the arrays of a step, inside a program.
 
@@ -148,6 +158,7 @@ def unpack(
         num_pages: Usable pages; the null page follows them, then the page that padding tokens write to.
         tokens_axis: Mesh axis of devices that share the tokens of pages, if any: each writes those of the others to the
             page of padding tokens.
+        splits_rows: Whether attention has a row for each token of a decode step, draft or not.
     """
     arrays = unpack_arrays(buffer, shape.fields)
     lens, rows, tokens = arrays["query_lens"], arrays["token_rows"], arrays["tokens"]
@@ -167,15 +178,31 @@ def unpack(
         "token_offsets": offsets,
         "context_lens": starts + lens,
         "next_positions": starts + lens,
+        "row_starts": arrays["query_starts"],
     }
     if shape.max_samples > 1:
         arrays |= {
             "next_positions": positions.at[arrays["sampled_tokens"]].get(mode="clip") + 1,
             "followed": arrays["tokens"].at[arrays["sampled_tokens"]].get(mode="clip"),
         }
+    if splits_rows and shape.has_drafts:
+        arrays |= _row_of_each_token(arrays, rows < shape.num_rows)
+        written_rows = jnp.where(written_rows < shape.num_rows, arrays["query_starts"], shape.num_tokens)
     attention = tuple(_of_table(arrays, table, written_rows, num_pages + 1) for table in range(shape.num_tables))
     others = {name: arrays[name] for name in StepBatch._fields if name in arrays}
     return StepBatch(attention=attention, sampler=make_sampler_batch(arrays, shape.sampler), **others)
+
+
+def _row_of_each_token(arrays: Mapping[str, Array], is_used: Bool[Array, " T"]) -> dict[str, Array]:
+    """Return the inputs of attention with a row for each query token, as in a decode step without drafts."""
+    lens = is_used.astype(jnp.int32)
+    return {
+        "page_tables": arrays["page_tables"].at[:, arrays["token_rows"]].get(mode="clip"),
+        "context_lens": jnp.where(is_used, arrays["positions"] + 1, 0),
+        "query_starts": jnp.arange(len(lens), dtype=jnp.int32),
+        "query_lens": lens,
+        "num_rows": lens.sum(dtype=jnp.int32),
+    }
 
 
 def _of_table(arrays: Mapping[str, Array], table: int, rows: Int[Array, " T"], padding_page: int) -> AttentionBatch:

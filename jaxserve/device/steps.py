@@ -133,7 +133,7 @@ def attention_settings(sharded: ShardedModel, shape: BatchShape) -> AttentionSet
     return AttentionSettings(
         sharded.kernel,
         sharded.own_page_size,
-        shape.decode_only,
+        shape.decode_only and (sharded.splits_rows or not shape.has_drafts),
         sharded.layer_tile,
         indices,
         sharded.layout.rows_axis,
@@ -220,11 +220,11 @@ def run_layers(
 
     After other stages, ``x`` is their hidden states, and there is no embedding.
     """
-    first = batch.tokens.at[batch.attention[0].query_starts].get(mode="clip")
+    first = batch.tokens.at[batch.row_starts].get(mode="clip")
     tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first, split))
     hidden, pools, expert_tokens = model.hidden(batch, state.pools, settings, x)
     kept, sums = state.sums, None
-    if not settings.decode_only:
+    if len(batch.pooled_from):
         kept, sums = _pool_hidden(model, hidden, kept, batch, row_tile)
     return LayersOutput(StepState(tuple(pools), state.latest, tables, kept), hidden, sums, expert_tokens)
 

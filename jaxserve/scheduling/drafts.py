@@ -61,6 +61,8 @@ def add_drafts(
     which are cheapest at the front. Return whether the proposer works: if it fails, rows stay without drafts.
     """
     budget = limits.max_num_batched_tokens - step.plan.num_tokens
+    if limits.max_step_samples is not None:
+        budget = min(budget, limits.max_step_samples - step.plan.num_rows)
     asked = [index for index, one in enumerate(step.sequences[:num_decodes]) if takes_drafts(one)] if budget > 0 else []
     found = _ask(proposer, [step.sequences[index] for index in asked])
     proposed: list[list[int]] = [[] for _ in range(num_decodes)]

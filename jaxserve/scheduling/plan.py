@@ -71,6 +71,8 @@ class SchedulerLimits(NamedTuple):
         windows: Sliding window of each page table; None for full attention.
         num_stages: Number of pipeline stages; a plan has at most ``max_num_seqs / num_stages`` rows, rounded up.
         admits_whole: Whether a waiting sequence is admitted only by a step that can compute all of its tokens.
+        max_step_samples: Most samples per step of which some follow drafts; None for no limit. A row without samples
+            counts as one.
     """
 
     max_num_seqs: int
@@ -80,6 +82,7 @@ class SchedulerLimits(NamedTuple):
     windows: tuple[KVWindow | None, ...] = (None,)
     num_stages: int = 1
     admits_whole: bool = False
+    max_step_samples: int | None = None
 
 
 class SlotSetup(NamedTuple):
@@ -250,5 +253,6 @@ class StepPlan:
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether every row has one token and only samples."""
-        return self.num_tokens == self.num_rows and not self.targets and not self.pooling
+        """Whether every row has one token, or samples after each of its tokens, and nothing else is computed."""
+        is_single = self.num_tokens == self.num_rows
+        return (is_single or self.lengths == self.num_samples) and not self.targets and not self.pooling

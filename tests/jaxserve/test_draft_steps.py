@@ -37,7 +37,8 @@ Pages = dict[tuple[int, ...], list[np.ndarray]]
 def compiled_stage() -> Stage:
     """Deterministic programs of five samples a row."""
     program = make_program(tiny_config(), num_pages=NUM_PAGES, num_slots=8, row_tile=8)
-    buckets = Buckets((8,), (16, 32), max_num_seqs=8, table_pages=5, multiple=8, max_samples=1 + MAX_DRAFTS)
+    sizes = {"table_pages": 5, "multiple": 8, "max_samples": 1 + MAX_DRAFTS, "draft_rows": (8,)}
+    buckets = Buckets((8,), (16, 32), max_num_seqs=8, **sizes)
     stage = Stage(program, buckets)
     stage.compile()
     return stage

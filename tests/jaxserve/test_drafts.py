@@ -32,9 +32,11 @@ class AllowsAll:
         return False
 
 
-def make_scheduler(num_pages: int = 32, max_tokens: int = 32, proposer: DraftProposer | None = None) -> Scheduler:
+def make_scheduler(
+    num_pages: int = 32, max_tokens: int = 32, proposer: DraftProposer | None = None, max_samples: int | None = None
+) -> Scheduler:
     """Pages of four tokens, three drafts a row."""
-    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=max_tokens, max_draft_tokens=3)
+    limits = SchedulerLimits(4, max_tokens, max_draft_tokens=3, max_step_samples=max_samples)
     return Scheduler(limits, PageAllocator(num_pages, 4), proposer or Counting())
 
 
@@ -70,6 +72,14 @@ def test_a_row_samples_after_its_token_and_each_draft() -> None:
     assert sequence.token_ids[-3:] == [101, 102, 7]
     assert sequence.token_ids[5:] == [100, 101, 102, 7] and (sequence.num_computed, sequence.num_pending) == (8, 0)
     assert rows_of(scheduled(scheduler)) == [Row(sequence.slot, 8, [7, 104, 105, 106], 4)]
+
+
+def test_the_samples_of_a_step_are_bounded() -> None:
+    scheduler = make_scheduler(max_samples=6)
+    for name in "abc":
+        add(scheduler, name)
+    start(scheduler)
+    assert [row.num_samples for row in rows_of(scheduled(scheduler))] == [1, 1, 4]
 
 
 def test_drafts_of_a_pending_row_follow_those_in_flight() -> None:

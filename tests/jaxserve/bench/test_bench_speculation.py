@@ -10,6 +10,7 @@ from jaxserve.bench.replay import Replay
 from jaxserve.bench.speculation import median_interval
 from jaxserve.cli import main
 from jaxserve.scheduling.sequence import Sequence
+from tests.sequences import proposed
 
 PROMPT, OUTPUT = [1, 2, 3], [*range(10, 90)] * 50
 
@@ -23,13 +24,13 @@ def sequence(num_output_tokens: int, num_in_flight: int = 0) -> Sequence:
 def test_a_replay_is_right_at_the_set_rate_and_the_same_wherever_it_is_asked() -> None:
     replay = Replay(4, 0.8, vocab_size=100)
     replay.learn(PROMPT, OUTPUT, seed=0)
-    assert len(replay.propose(sequence(0))) == 4 and len(replay.propose(sequence(0, 2))) == 6
-    drafts = [replay.propose(sequence(place))[0] for place in range(len(OUTPUT))]
-    assert replay.propose(sequence(7, 2)) == drafts[7:13] and replay.propose(sequence(len(OUTPUT))) == []
+    assert len(proposed(replay, sequence(0))) == 4 and len(proposed(replay, sequence(0, 2))) == 6
+    drafts = [proposed(replay, sequence(place))[0] for place in range(len(OUTPUT))]
+    assert proposed(replay, sequence(7, 2)) == drafts[7:13] and proposed(replay, sequence(len(OUTPUT))) == []
     right = [draft == token for draft, token in zip(drafts, OUTPUT, strict=True)]
     assert abs(sum(right) / len(right) - 0.8) < 0.03
     replay.learn(PROMPT, OUTPUT, seed=1)
-    assert [replay.propose(sequence(place))[0] for place in range(len(OUTPUT))] != drafts
+    assert [proposed(replay, sequence(place))[0] for place in range(len(OUTPUT))] != drafts
 
 
 def test_the_interval_of_a_median_needs_six_values() -> None:
