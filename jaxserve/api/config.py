@@ -95,7 +95,9 @@ class EngineConfig:
             together at most ``suffix_decoding_max_tree_depth`` tokens (24; also the default of
             ``num_speculative_tokens``); a draft ends where the share of past texts that go on so falls below
             ``suffix_decoding_min_token_prob`` (0.1). With ``deterministic``, completions are bit for bit those without
-            drafts; otherwise drafts affect them no more than other requests in a batch do. Requests with structured
+            drafts; otherwise drafts affect them no more than other requests in a batch do. Each
+            step verifies fewer drafts, or none, where that is faster by measured times and acceptance;
+            ``enable_adaptive_verification: false`` always verifies all. Requests with structured
             outputs or ``min_tokens`` take no drafts.
         spec_method: Short for the key ``method`` of ``speculative_config``.
         spec_tokens: Short for its key ``num_speculative_tokens``.
@@ -211,6 +213,12 @@ class EngineConfig:
     def num_speculative_tokens(self) -> int:
         """Most draft tokens per sequence and step; 0 without speculative decoding."""
         return 0 if self.speculative_config is None else self.speculative_config["num_speculative_tokens"]
+
+    @property
+    def adapts_drafts(self) -> bool:
+        """Whether steps verify fewer draft tokens where that is faster."""
+        config = self.speculative_config
+        return config is not None and config.get("enable_adaptive_verification", True)
 
     @property
     def is_pooling(self) -> bool:

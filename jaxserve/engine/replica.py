@@ -64,7 +64,7 @@ class Replica:
         Returns:
             Whether any sequence can run before a step in flight completes, and need not wait for better drafts.
         """
-        if self._num_stages == 1 and self._in_flight and all(scheduler.waits for scheduler in self.schedulers):
+        if self._num_stages == 1 and self._in_flight and any(scheduler.waits for scheduler in self.schedulers):
             return False
         now = time.monotonic()
         plans = [scheduler.schedule(now) for scheduler in self.schedulers]

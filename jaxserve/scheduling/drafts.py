@@ -12,6 +12,7 @@ import logging
 from array import array
 
 from jaxserve.scheduling.context_pages import ContextPages
+from jaxserve.scheduling.draft_lengths import DraftLengths
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.sequence import Sequence
@@ -53,7 +54,12 @@ def takes_drafts(sequence: Sequence) -> bool:
 
 
 def add_drafts(
-    step: Step, num_decodes: int, proposer: DraftProposer, limits: SchedulerLimits, pages: ContextPages
+    step: Step,
+    num_decodes: int,
+    proposer: DraftProposer,
+    chooser: DraftLengths,
+    limits: SchedulerLimits,
+    pages: ContextPages,
 ) -> bool:
     """Add drafts to the decode rows, which are the first ``num_decodes`` rows of a plan.
 
@@ -63,18 +69,27 @@ def add_drafts(
     budget = limits.max_num_batched_tokens - step.plan.num_tokens
     if limits.max_step_samples is not None:
         budget = min(budget, limits.max_step_samples - step.plan.num_rows)
-    asked = [index for index, one in enumerate(step.sequences[:num_decodes]) if takes_drafts(one)] if budget > 0 else []
-    found = _ask(proposer, [step.sequences[index] for index in asked])
+    sequences = step.sequences[:num_decodes]
+    step.is_ahead = any(sequence.num_pending > 1 for sequence in sequences)
+    asked = [index for index, one in enumerate(sequences) if takes_drafts(one)] if budget > 0 else []
+    found = _ask(proposer, [sequences[index] for index in asked])
     proposed: list[list[int]] = [[] for _ in range(num_decodes)]
     for index, drafts in zip(asked, found or [], strict=False):
-        sequence = step.sequences[index]
+        sequence = sequences[index]
         num_in_flight = sequence.num_pending - 1  # excludes this row's token
-        drafts = drafts[num_in_flight:][: min(limits.max_draft_tokens, budget)]
+        most = min(limits.max_draft_tokens, sequence.max_length - 1 - sequence.num_computed)
+        proposed[index] = drafts[num_in_flight : num_in_flight + most]
+    counts = [len(drafts) for drafts in proposed]
+    choice = chooser.choose(counts, step.is_ahead, budget)
+    step.waits = choice.waits
+    for index, length in enumerate(choice.lengths):
+        drafts = proposed[index] = proposed[index][:length]
         if drafts:
+            sequence = sequences[index]
             drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), step, pages)]
             sequence.num_computed += len(drafts)
             sequence.num_pending += len(drafts)
-            budget -= len(drafts)
+            step.num_proposed[sequence] = counts[index]
     plan, order = step.plan, sorted(range(num_decodes), key=lambda index: bool(proposed[index]))
     step.sequences[:num_decodes] = [step.sequences[index] for index in order]
     for column in (plan.slots, plan.starts):
@@ -110,7 +125,9 @@ def finish_drafts(proposer: DraftProposer, sequence: Sequence) -> bool:
     return True
 
 
-def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, counts: DraftCounts) -> None:
+def drop_rejected(
+    step: Step, tokens: list[list[int]], pages: ContextPages, counts: DraftCounts, chooser: DraftLengths
+) -> None:
     """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``."""
     for num_samples, sequence, new in zip(step.plan.num_samples, step.sequences, tokens, strict=True):
         if num_samples <= 1 or sequence.finish_reason is not None:
@@ -119,6 +136,7 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, coun
         counts.num_drafts += 1
         counts.num_tokens += num_samples - 1
         counts.num_accepted.update(range(num_accepted))
+        chooser.add_row(step.num_proposed[sequence], num_samples - 1, num_accepted)
         num_rejected = num_samples - 1 - num_accepted
         if not num_rejected:
             continue
@@ -128,9 +146,16 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, coun
             pages.shrink(sequence)
 
 
+def measure_step(step: Step, chooser: DraftLengths) -> None:
+    """Measure how long after the tokens before it a step of decode rows alone has completed."""
+    if chooser.is_adaptive and step.previous_s and not step.started and step.plan.is_decode_only:
+        num_rows, num_tokens = step.plan.num_rows, step.plan.num_tokens
+        chooser.add_step(num_rows, step.is_ahead, num_tokens - num_rows, step.completed_s - max(step.previous_s))
+
+
 def _reserve(sequence: Sequence, num_drafts: int, step: Step, pages: ContextPages) -> int:
-    """Allocate pages for a sequence's drafts; return how many fit into its pages and its maximum length."""
-    end = min(sequence.num_computed + num_drafts, sequence.max_length - 1)
+    """Allocate pages for a sequence's drafts; return how many fit into its pages."""
+    end = sequence.num_computed + num_drafts
     if end > sequence.decode_limit:
         pages.grow_to(sequence, end)
         step.plan.grants += pages.grants(sequence)

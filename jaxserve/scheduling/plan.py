@@ -73,6 +73,7 @@ class SchedulerLimits(NamedTuple):
         admits_whole: Whether a waiting sequence is admitted only by a step that can compute all of its tokens.
         max_step_samples: Most samples per step of which some follow drafts; None for no limit. A row without samples
             counts as one.
+        adapts_drafts: Whether fewer drafts are verified where that is faster.
     """
 
     max_num_seqs: int
@@ -83,6 +84,7 @@ class SchedulerLimits(NamedTuple):
     num_stages: int = 1
     admits_whole: bool = False
     max_step_samples: int | None = None
+    adapts_drafts: bool = False
 
 
 class SlotSetup(NamedTuple):

@@ -8,7 +8,8 @@ from collections.abc import Sequence as Items
 
 from jaxserve.api.outputs import FinishReason
 from jaxserve.scheduling.context_pages import ContextPages
-from jaxserve.scheduling.drafts import DraftCounts, add_drafts, drop_rejected, finish_drafts
+from jaxserve.scheduling.draft_lengths import DraftLengths
+from jaxserve.scheduling.drafts import DraftCounts, add_drafts, drop_rejected, finish_drafts, measure_step
 from jaxserve.scheduling.endings import Ending, find_ending, find_stop_string
 from jaxserve.scheduling.microbatches import Microbatches
 from jaxserve.scheduling.page_allocator import PageAllocator
@@ -70,6 +71,7 @@ class Scheduler:
         num_preemptions: Number of preemptions so far.
         num_decode_rows: Number of decode rows planned so far.
         draft_counts: Counts of the drafts so far.
+        draft_lengths: Chooses the number of drafts of each row.
         num_runnable: Number of running sequences that had tokens left to plan, not waiting for the host, when
             ``schedule`` was last called, and of those it admitted.
         waits: Whether the next plan should wait for the tokens of the latest one, as its drafts are then right far more
@@ -86,6 +88,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_decode_rows = 0
         self.draft_counts = DraftCounts()
+        self.draft_lengths = DraftLengths(
+            limits.max_draft_tokens, limits.adapts_drafts, can_wait=limits.num_stages == 1
+        )
         self.num_runnable = 0
         self.waits = False
         self.proposer = proposer
@@ -123,10 +128,12 @@ class Scheduler:
             budget = self._schedule_prefills(budget, step)
         if not step.preempts:
             self._admit(budget, step, now)
-            if self.proposer is not None and not add_drafts(step, num_decodes, self.proposer, self.limits, self.pages):
-                self.proposer = None
+            if self.proposer is not None:
+                chooser, limits, pages = self.draft_lengths, self.limits, self.pages
+                if not add_drafts(step, num_decodes, self.proposer, chooser, limits, pages):
+                    self.proposer = None
         self.num_runnable = step.num_runnable + len(step.plan.setups)
-        self.waits = not step.sequences or step.plan.has_drafts
+        self.waits = step.waits
         if not step.sequences:
             return None
         self._microbatches.add(step)
@@ -153,7 +160,7 @@ class Scheduler:
         if plan.pooling or plan.targets:
             step.scored, step.pooled = step.scored_rows(), self._end_pooled(step.pooled_rows())
         if plan.has_drafts:
-            drop_rejected(step, tokens, self.pages, self.draft_counts)
+            drop_rejected(step, tokens, self.pages, self.draft_counts, self.draft_lengths)
         sampled, previous_s, num_more = step.sampled, step.previous_s, 0
         for sequence, num_samples, new in zip(step.sequences, plan.num_samples, tokens, strict=True):
             if not num_samples or sequence.finish_reason is not None:
@@ -180,6 +187,7 @@ class Scheduler:
                 self._end(sequence, self._append(sequence, new), step.finished)
                 num_more += len(token_ids) - num_before - 1
         step.num_new_tokens = len(sampled) + num_more
+        measure_step(step, self.draft_lengths)
         return step
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:

@@ -48,6 +48,9 @@ class Step:
         partial_prefills: Running sequences whose prompts are only partly computed.
         preempts: Whether a sequence was preempted.
         num_members: Number of rows that sample or that admit a sequence.
+        is_ahead: Whether its decode rows follow tokens that steps in flight sample; set with a proposer of drafts only.
+        waits: Whether the next plan should wait for its tokens, to have better drafts.
+        num_proposed: Number of drafts that were proposed for each sequence with drafts.
         errors: Sequences whose row could not be built as planned; they fail once the step completes.
         completed_s: When it completed, in seconds of ``time.monotonic()``; 0 before.
         sampled: Sequences with new tokens.
@@ -68,6 +71,9 @@ class Step:
     partial_prefills: list[Sequence] = dataclasses.field(default_factory=list[Sequence])
     preempts: bool = False
     num_members: int = 0
+    is_ahead: bool = False
+    waits: bool = False
+    num_proposed: dict[Sequence, int] = dataclasses.field(default_factory=dict[Sequence, int])
     errors: list[SequenceError] = dataclasses.field(default_factory=list[SequenceError])
     completed_s: float = 0.0
     sampled: list[Sequence] = dataclasses.field(default_factory=list[Sequence])
