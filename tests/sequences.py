@@ -65,6 +65,25 @@ class NoState(abc.ABC):
         del sequence
 
 
+class Taken:
+    """The state of a constraint that forces nothing: the tokens that it has taken."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def forced(self) -> list[int]:
+        """Nothing is."""
+        return []
+
+    def save(self) -> int:
+        """Their number."""
+        return len(self.taken)
+
+    def restore(self, state: int) -> None:
+        """Forgets the later ones."""
+        del self.taken[state:]
+
+
 STOP_STRING = "the stop string"
 
 

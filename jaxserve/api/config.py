@@ -95,10 +95,10 @@ class EngineConfig:
             together at most ``suffix_decoding_max_tree_depth`` tokens (24; also the default of
             ``num_speculative_tokens``); a draft ends where the share of past texts that go on so falls below
             ``suffix_decoding_min_token_prob`` (0.1). With ``deterministic``, completions are bit for bit those without
-            drafts; otherwise drafts affect them no more than other requests in a batch do. Each
-            step verifies fewer drafts, or none, where that is faster by measured times and acceptance;
-            ``enable_adaptive_verification: false`` always verifies all. Requests with structured
-            outputs or ``min_tokens`` take no drafts.
+            drafts; otherwise drafts affect them no more than other requests in a batch do. With every method, tokens
+            that a grammar or a thinking budget forces are drafts too; with ``grammar``, only these are. Each step
+            verifies fewer drafts, or none, where that is faster by measured times and acceptance;
+            ``enable_adaptive_verification: false`` always verifies all.
         spec_method: Short for the key ``method`` of ``speculative_config``.
         spec_tokens: Short for its key ``num_speculative_tokens``.
         async_scheduling: Launch a step before the tokens of the previous step are known.

@@ -55,6 +55,7 @@ KEYS: Mapping[str, Key] = MappingProxyType(
 _COMMON = ("num_speculative_tokens", "enable_adaptive_verification")
 METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "grammar": _COMMON,
         "ngram": (*_COMMON, "prompt_lookup_max", "prompt_lookup_min"),
         "suffix": (
             *_COMMON,

@@ -5,8 +5,9 @@ import time
 
 import numpy as np
 
+from jaxserve.api.draft_totals import DraftTotals
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.bench.workload import add_output_arguments, check_output, random_prompts, report
+from jaxserve.bench.workload import add_output_arguments, check_output, draft_figures, random_prompts, report
 from jaxserve.cli_arguments import engine_arguments
 from jaxserve.llm import LLM
 
@@ -31,13 +32,18 @@ def run(options: argparse.Namespace) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=options.output_len, ignore_eos=True, detokenize=False)
     latencies = []
     with LLM(**engine_arguments(options)) as llm:
+        drafts = DraftTotals()
         for i in range(options.num_iters_warmup + options.num_iters):
+            if i == options.num_iters_warmup:
+                drafts = DraftTotals.of(llm.get_metrics())
             prompts = random_prompts(options.batch_size, options.input_len, llm.vocab_size, seed=i)
             start = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             latencies.append(time.perf_counter() - start)
+        draft_values, draft_lines = draft_figures(DraftTotals.of(llm.get_metrics()).since(drafts))
     counted = np.array(latencies[options.num_iters_warmup :])
     percentiles = {p: float(np.percentile(counted, p)) for p in _PERCENTILES}
     figures = {"avg_latency": float(counted.mean()), "latencies": counted.tolist(), "percentiles": percentiles}
     lines = [f"Avg latency: {counted.mean()} seconds"]
-    report(options, figures, lines + [f"{p}% percentile latency: {value} seconds" for p, value in percentiles.items()])
+    lines += [f"{p}% percentile latency: {value} seconds" for p, value in percentiles.items()]
+    report(options, figures | draft_values, lines + draft_lines)

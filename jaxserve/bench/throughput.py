@@ -3,8 +3,9 @@
 import argparse
 import time
 
+from jaxserve.api.draft_totals import DraftTotals
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.bench.workload import add_output_arguments, check_output, random_prompts, report
+from jaxserve.bench.workload import add_output_arguments, check_output, draft_figures, random_prompts, report
 from jaxserve.cli_arguments import engine_arguments
 from jaxserve.llm import LLM
 
@@ -29,6 +30,7 @@ def run(options: argparse.Namespace) -> None:
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=not options.json)
         elapsed = time.perf_counter() - start
+        draft_values, draft_lines = draft_figures(DraftTotals.of(llm.get_metrics()))
     num_input = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
     figures = {
@@ -38,12 +40,12 @@ def run(options: argparse.Namespace) -> None:
         "requests_per_second": len(outputs) / elapsed,
         "tokens_per_second": (num_input + num_output) / elapsed,
         "output_tokens_per_second": num_output / elapsed,
+        **draft_values,
     }
     line = (
         f"Throughput: {figures['requests_per_second']:.2f} requests/s, "
         f"{figures['tokens_per_second']:.2f} total tokens/s, "
         f"{figures['output_tokens_per_second']:.2f} output tokens/s"
     )
-    report(
-        options, figures, [line, f"Total num prompt tokens:  {num_input}", f"Total num output tokens:  {num_output}"]
-    )
+    totals = [f"Total num prompt tokens:  {num_input}", f"Total num output tokens:  {num_output}"]
+    report(options, figures, [line, *totals, *draft_lines])

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxserve.api.draft_totals import DraftTotals
 from jaxserve.api.text_files import check_output_file, write_text
 
 
@@ -30,6 +31,24 @@ def check_output(options: argparse.Namespace) -> None:
     """
     if options.output_json is not None:
         check_output_file("--output-json", options.output_json)
+
+
+def draft_figures(drafts: DraftTotals) -> tuple[dict[str, float], list[str]]:
+    """Return figures and lines about the drafts of a run; none without speculative decoding."""
+    if not drafts.accepted:
+        return {}, []
+    figures = {
+        "num_drafts": drafts.num_drafts,
+        "num_draft_tokens": drafts.num_tokens,
+        "num_accepted_tokens": drafts.num_accepted,
+        "mean_acceptance_length": drafts.mean_length,
+        "draft_acceptance_rate": drafts.acceptance_rate,
+    }
+    line = (
+        f"Mean acceptance length: {drafts.mean_length:.2f} "
+        f"({drafts.num_accepted:.0f} of {drafts.num_tokens:.0f} draft tokens accepted)"
+    )
+    return figures, [line]
 
 
 def report(options: argparse.Namespace, figures: dict[str, Any], lines: list[str]) -> None:

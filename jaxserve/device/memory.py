@@ -38,6 +38,8 @@ class MemoryNeeds:
         weights: Bytes of the parameters.
         page: Bytes of one KV page, over all pools.
         temporaries: Estimated temporary bytes of the largest step.
+        trials: Bytes in which XLA tries kernels out for the largest product on a GPU while weights are loaded around
+            them: they can leave a gap that nothing else fits into.
         slots: Bytes of the slots' state besides pages.
         page_size: Tokens per page.
         max_model_len: Maximum context length in tokens.
@@ -52,6 +54,7 @@ class MemoryNeeds:
     max_model_len: int
     max_num_seqs: int
     slots: int = 0
+    trials: int = 0
     windows: tuple[KVWindow | None, ...] = (None,)
 
     @property
@@ -182,7 +185,8 @@ def page_budget(
 ) -> PageBudget:
     """Return the memory for pages; the arguments are those of :func:`plan_pages`."""
     usable = int(total * utilization) // devices_sharing
-    reserve = _RESERVE_BYTES.get(platform, _RESERVE_BYTES["gpu"]) // devices_sharing
+    reserve = _RESERVE_BYTES["cpu"] if platform == "cpu" else _RESERVE_BYTES["gpu"] + needs.trials
+    reserve //= devices_sharing
     return PageBudget(usable, reserve, usable - reserve - needs.weights - needs.temporaries - needs.slots)
 
 
@@ -289,6 +293,7 @@ def memory_needs(
         max_model_len=sharded.max_model_len,
         max_num_seqs=sharded.num_slots,
         slots=sharded.slot_state_bytes,
+        trials=sharded.largest_weight_bytes + max_num_batched_tokens * abstract.layer_width * itemsize,
         windows=tuple(
             None if window is None else KVWindow(window, sharded.page_size, step_tokens)
             for window in sharded.kv_layout.windows

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxserve.device import batch
+from jaxserve.device.held_masks import HeldMasks, LaneMasks
 from jaxserve.device.memory import return_freed_memory
 from jaxserve.device.pipeline import Pipeline
 from jaxserve.device.runner_interface import RowError, StepResult
@@ -82,7 +84,7 @@ class StepInputs(NamedTuple):
         step: The compiled step of the last stage.
         variant: Sampler variant.
         buffer: The lanes' buffers from ``batch.build``, one after the other.
-        mask: Token mask of each row, likewise.
+        mask: Token mask of each sample, likewise.
     """
 
     plans: Sequence[StepPlan]
@@ -121,8 +123,8 @@ class LocalRunner:
         self._forget_steps()
         model, shapes = self._last.model, self._last.buckets.shapes()
         self._open_masks = {
-            rows: jax.device_put(np.full((model.num_lanes * rows, words), -1, np.int32), model.rows_sharding)
-            for rows, words in {model.mask_shape(shape.num_rows) for shape in shapes}
+            samples: jax.device_put(np.full((model.num_lanes * samples, words), -1, np.int32), model.rows_sharding)
+            for samples, words in {model.mask_shape(shape.sampler.num_samples) for shape in shapes}
         }
 
     def _forget_steps(self) -> None:
@@ -131,6 +133,7 @@ class LocalRunner:
         pages = buckets.table_pages, model.page_size, model.num_pages
         sampling = model.config.vocab_size, tuple(model.arguments.values())
         self._lanes = [Slots(model.num_slots, *pages, *sampling, buckets.num_tables) for _ in range(model.num_lanes)]
+        self._held_masks = HeldMasks(model.rows_sharding)
         self._pipeline = Pipeline(self._stages) if len(self._stages) > 1 else None
         self._inputs = collections.deque[StepInputs](maxlen=len(self._stages))
         self._launched = collections.deque[PendingStep]()
@@ -183,19 +186,24 @@ class LocalRunner:
         if any(copies):
             self._copy_pages(copies)
         is_masked = any(plan.masks or slots.masks.has_static_masks for slots, plan in lanes)
-        masked = [slots.masked_rows(plan) for slots, plan in lanes] if is_masked else []
+        masked = [slots.masked_samples(plan) for slots, plan in lanes] if is_masked else []
         is_full = any(masked) or last.model.is_always_full
         variant = max((slots.variant(plan, is_full) for slots, plan in lanes), key=VARIANTS.index)
         shape, step = last.choose(plans, variant)
-        mask = self._open_masks[shape.num_rows]
+        num_samples = shape.sampler.num_samples
+        mask = self._open_masks[num_samples]
         if any(masked):
-            masks = zip(self._lanes, masked, strict=True)
-            mask = _joined([slots.masks.array(rows, shape.num_rows) for slots, rows in masks])
+            mask = self._held_masks.get(num_samples, masked, functools.partial(self._make_masks, num_samples, masked))
         buffer = _joined([batch.build(slots, plan, shape, VARIANTS.index(variant)) for slots, plan in lanes])
         inputs = StepInputs(plans, shape, step, variant, buffer, mask)
         if not is_masked and all(start == ON_DEVICE for plan in plans for start in plan.starts):
             self._inputs.append(inputs)
         return inputs
+
+    def _make_masks(self, num_samples: int, masked: LaneMasks) -> np.ndarray:
+        """Return the token masks of all lanes, of which ``masked`` do not allow all."""
+        lanes = zip(self._lanes, masked, strict=True)
+        return _joined([slots.masks.array(samples, num_samples) for slots, samples in lanes])
 
     def _copy_pages(self, copies: Sequence[Sequence[PageCopy]]) -> None:
         """Copy pages of each lane in every stage."""
@@ -224,6 +232,7 @@ class LocalRunner:
         assert not self._launched, "steps are in flight"
         for array in jax.tree.leaves(([stage.state for stage in self._stages], self._open_masks)):
             array.delete()
+        self._held_masks.forget()
         released = [(stage.model, stage.params) for stage in self._stages]
         self._open_masks = {}
         for stage in self._stages:
@@ -257,7 +266,7 @@ class LocalRunner:
             lanes = zip(self._lanes, plans, strict=True)
             buffer = _joined([batch.build(slots, plan, shape, number) for slots, plan in lanes])
             hidden = () if self._pipeline is None else self._pipeline.run(plans, shape, buffer)[0]
-            outputs = step(last.params, last.state, buffer, self._open_masks[shape.num_rows], *hidden)
+            outputs = step(last.params, last.state, buffer, self._open_masks[shape.sampler.num_samples], *hidden)
             last.state, _ = jax.block_until_ready(outputs)
             if self._pipeline is not None:
                 self._pipeline.send_back(plans, last.state.latest)
@@ -280,6 +289,7 @@ class LocalRunner:
             pending.wait()
         for array in jax.tree.leaves(self._open_masks):
             array.delete()
+        self._held_masks.forget()
         for stage in self._stages:
             stage.delete()
 

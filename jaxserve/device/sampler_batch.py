@@ -103,10 +103,6 @@ class SamplerBatch(NamedTuple):
     variant: Int[Array, ""]
     verification: Verification | None = None
 
-    def mask_of_samples(self, mask: Int[Array, "R words"]) -> Int[Array, "samples words"]:
-        """Return the mask of each sample from that of its row."""
-        return _of_samples(mask, self.verification)
-
 
 def unpack_sampler(part: Int[Array, " size"], shape: SamplerShape) -> SamplerBatch:
     """Return the sampler's inputs from its part of the buffer, inside a program."""

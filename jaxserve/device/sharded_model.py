@@ -298,6 +298,11 @@ class ShardedModel:
         return _bytes_per_device(self.abstract_params)
 
     @property
+    def largest_weight_bytes(self) -> int:
+        """Bytes per device of the largest parameter of a layer, the embedding or the head."""
+        return max(map(_bytes_per_device, self.abstract_model.params.values()), default=0)
+
+    @property
     def pool_bytes(self) -> int:
         """Bytes of all pages per device, including those for padding."""
         return _bytes_per_device(self.abstract_all_pools())
@@ -333,9 +338,9 @@ class ShardedModel:
         shape = self.num_lanes * num_rows, self.vocab_width
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.vocab_sharding)
 
-    def mask_shape(self, num_rows: int) -> tuple[int, int]:
-        """Return the shape of a lane's vocabulary mask: int32 words with a bit per token."""
-        return num_rows, -(-self.config.vocab_size // 32)
+    def mask_shape(self, num_samples: int) -> tuple[int, int]:
+        """Return the shape of a lane's token masks: for each sample, int32 words with a bit per token."""
+        return num_samples, -(-self.config.vocab_size // 32)
 
     def rows_struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return the abstract value of an array of rows or slots, from the shape of one lane's part."""

@@ -4,7 +4,7 @@ Plans carry a slot's parameters and pages only when they change, so they are kep
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -114,9 +114,9 @@ class Slots:
         failed = self.failed
         return tuple(RowError(i, failed[slot]) for i, slot in enumerate(plan.slots) if slot in failed) if failed else ()
 
-    def masked_rows(self, plan: StepPlan) -> list["MaskedRow"]:
-        """Return the sampling rows of a plan that may not sample every token."""
-        return self.masks.rows(plan, self.starts, self.failed)
+    def masked_samples(self, plan: StepPlan) -> list["MaskedSample"]:
+        """Return the samples of a plan that may not be every token."""
+        return self.masks.samples(plan, self.starts, self.failed)
 
     @contextlib.contextmanager
     def alone(self, slot: int) -> Iterator[None]:
@@ -177,10 +177,10 @@ class _SlotMask(NamedTuple):
     banned_until: int
 
 
-class MaskedRow(NamedTuple):
-    """A row that may not sample every token, and its mask: int32 [V / 32]."""
+class MaskedSample(NamedTuple):
+    """A sample that may not be every token, by its index in the step, and its mask: int32 [V / 32]."""
 
-    row: int
+    sample: int
     words: np.ndarray
 
 
@@ -211,44 +211,63 @@ class TokenMasks:
             else:
                 self._slots.pop(setup.slot, None)
 
-    def rows(self, plan: StepPlan, starts: RowStarts, failed: dict[int, Exception]) -> list[MaskedRow]:
-        """Return the sampling rows of a plan that may not sample every token.
+    def samples(self, plan: StepPlan, starts: RowStarts, failed: dict[int, Exception]) -> list[MaskedSample]:
+        """Return the samples of a plan that may not be every token.
 
-        A row whose mask cannot be made is left out, and its slot is added to ``failed`` with the exception.
+        Samples of a row whose masks cannot be made are left out, and its slot is added to ``failed`` with the
+        exception.
         """
         if not self._slots and not plan.masks:
             return []
-        constrained = {mask.slot: mask.words for mask in plan.masks}
+        constrained = dict[int, dict[int, bytes]]()
+        for slot, words, sample in plan.masks:
+            constrained.setdefault(slot, {})[sample] = words
         masked = self._slots.keys() | constrained.keys()
-        rows = list[MaskedRow]()
-        last_positions = (starts.of(plan) + as_array(plan.lengths) - 1).tolist()
-        columns = zip(plan.slots, plan.num_samples, last_positions, strict=True)
-        for index, (slot, num_samples, position) in enumerate(columns):
+        samples = list[MaskedSample]()
+        ends = (starts.of(plan) + as_array(plan.lengths)).tolist()
+        columns = zip(plan.slots, plan.num_samples, plan.first_samples, ends, strict=True)
+        for slot, num_samples, first, end in columns:
             if num_samples and slot in masked:
                 try:
-                    rows.append(MaskedRow(index, self._row_words(slot, position, constrained)))
+                    rows = self._row_words(slot, range(end - num_samples + 1, end + 1), constrained.get(slot, {}))
+                    samples += map(MaskedSample, range(first, first + num_samples), rows)
                 except Exception as error:
                     failed[slot] = error
-        return [row for row in rows if row.words is not self._all]
+        return [sample for sample in samples if sample.words is not self._all]
 
-    def array(self, rows: Sequence[MaskedRow], num_rows: int) -> np.ndarray:
-        """Return the masks of all rows of a step: int32 [num_rows, V / 32]."""
-        mask = np.full((num_rows, self._words), -1, np.int32)
-        for row, words in rows:
-            mask[row] = words
+    def array(self, samples: Sequence[MaskedSample], num_samples: int) -> np.ndarray:
+        """Return the masks of all samples of a step: int32 [num_samples, V / 32]."""
+        mask = np.full((num_samples, self._words), -1, np.int32)
+        for sample, words in samples:
+            mask[sample] = words
         return mask
 
-    def _row_words(self, slot: int, position: int, constrained: dict[int, bytes]) -> np.ndarray:
+    def _row_words(self, slot: int, positions: Sequence[int], constrained: Mapping[int, bytes]) -> list[np.ndarray]:
+        """Return the masks of a row.
+
+        Args:
+            slot: The row's slot.
+            positions: Positions of its sampled tokens.
+            constrained: Masks of its constraint by sample.
+        """
         own = self._slots.get(slot)
-        words = None
-        if own is not None:
-            words = own.early if position + 1 < own.banned_until else own.late
-        if slot not in constrained:
+        return [
+            self._combined(
+                None if own is None else own.early if position < own.banned_until else own.late, constrained.get(sample)
+            )
+            for sample, position in enumerate(positions)
+        ]
+
+    def _combined(self, words: np.ndarray | None, constrained: bytes | None) -> np.ndarray:
+        """Return a static mask together with a constraint's; None allows all."""
+        if constrained is None:
             return self._all if words is None else words
-        given = np.frombuffer(constrained[slot], np.int32)[: self._words]
-        constraint = np.zeros(self._words, np.int32)
-        constraint[: len(given)] = given
-        both = constraint & (self._all if words is None else words)
+        constraint = np.frombuffer(constrained, np.int32)[: self._words]
+        if len(constraint) < self._words:
+            constraint = np.pad(constraint, (0, self._words - len(constraint)))
+        if words is None:
+            return constraint
+        both = constraint & words
         return both if both.any() else constraint
 
     def _slot_mask(self, sampling: Sampling) -> _SlotMask:

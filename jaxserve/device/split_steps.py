@@ -86,7 +86,7 @@ class SplitStep:
         params: tuple[jax.Array, ...],
         state: StepState,
         buffer: np.ndarray,
-        mask: Int[Array | np.ndarray, "R words"],
+        mask: Int[Array | np.ndarray, "samples words"],
         *hidden: jax.Array,
     ) -> tuple[StepState, StepOutput]:
         """Launch the programs in order, without waiting for them."""
@@ -154,7 +154,7 @@ def trace_sampler(sharded: ShardedModel, shape: SamplerShape) -> jax.stages.Trac
         latest: LatestTokens,
         tables: SlotTables,
         part: Int[Array, " size"],
-        mask: Int[Array, "R words"],
+        mask: Int[Array, "samples words"],
     ) -> SamplerOutput:
         batch = unpack_sampler(part, shape)
 
@@ -172,7 +172,7 @@ def trace_sampler(sharded: ShardedModel, shape: SamplerShape) -> jax.stages.Trac
     state = sharded.abstract_state()
     logits = sharded.vocab_struct(num_samples, jnp.float32)
     part = sharded.rows_struct((shape.size,), jnp.int32)
-    mask = sharded.rows_struct(sharded.mask_shape(shape.num_rows), jnp.int32)
+    mask = sharded.rows_struct(sharded.mask_shape(num_samples), jnp.int32)
     donated, rows = [1, 2] if counts_drafts else [1], sharded.rows_sharding
     out_shardings = SamplerOutput._make([rows, shardings(state.tables) if counts_drafts else None, rows, rows])
     return sharded.trace(sampler, (logits, state.latest, state.tables, part, mask), out_shardings, donated)

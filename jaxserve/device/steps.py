@@ -74,14 +74,14 @@ def trace_step(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.st
         arrays: tuple[Array, ...],
         state: StepState,
         buffer: Int[Array, " size"],
-        mask: Int[Array, "R words"],
+        mask: Int[Array, "samples words"],
         x: Float[Array, "T D"] | None = None,
     ) -> tuple[StepState, StepOutput]:
         batch = sharded.unpack(buffer, shape, state.latest)
         return run_step(sharded.model(arrays), state, batch, mask, settings, x)
 
     state, buffer = sharded.abstract_state(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
-    mask = sharded.rows_struct(sharded.mask_shape(shape.num_rows), jnp.int32)
+    mask = sharded.rows_struct(sharded.mask_shape(shape.sampler.num_samples), jnp.int32)
     out_shardings = (shardings(state), sharded.rows_sharding)
     given = sharded.abstract_input(shape.num_tokens)
     return sharded.trace(step, (sharded.abstract_params, state, buffer, mask, *given), out_shardings, donated=[1])
@@ -165,7 +165,7 @@ def run_step(
     model: CausalLM,
     state: StepState,
     batch: StepBatch,
-    mask: Int[Array, "R words"],
+    mask: Int[Array, "samples words"],
     settings: StepSettings,
     x: Float[Array, "T D"] | None = None,
 ) -> tuple[StepState, StepOutput]:
@@ -232,7 +232,7 @@ def run_layers(
 def sample_rows(
     score: Callable[[Float[Array, "samples n"]], Float[Array, "samples V"]],
     rows: Float[Array, "samples n"],
-    mask: Int[Array, "R words"],
+    mask: Int[Array, "samples words"],
     tables: SlotTables,
     batch: SamplerBatch,
     variant: str | Int[Array, ""],
@@ -247,7 +247,7 @@ def sample_rows(
         inputs = jax.tree.unflatten(structure, values)
         return sample(score(rows), inputs, mask, tables, variant, settings)
 
-    return map_rows(sampled_rows, (rows, batch.mask_of_samples(mask), *values), batch.num_rows, tile)
+    return map_rows(sampled_rows, (rows, mask, *values), batch.num_rows, tile)
 
 
 class KeptState(NamedTuple):

@@ -18,7 +18,8 @@ from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.scheduling.plan import Sampling
 from jaxserve.scheduling.sequence import Constraint, Sequence
 from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
-from jaxserve.structured_output.grammars import DeferredConstraint, Grammar, GrammarCompiler
+from jaxserve.structured_output.grammar_constraint import DeferredConstraint, Grammar
+from jaxserve.structured_output.grammars import GrammarCompiler
 from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, find_reasoning, open_section
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.text_offsets import TextOffsets, prompt_offsets

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxserve.api.config import EngineConfig
-from jaxserve.api.errors import RequestError
+from jaxserve.api.errors import MemoryPlanError, RequestError
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compiling import use_compilation_cache
@@ -246,11 +246,23 @@ def short_switch_interval() -> Iterator[None]:
 
 
 def warm_up_runners(runners: list[LocalRunner]) -> float:
-    """Run every program once, on all replicas in parallel; return the seconds it took."""
+    """Run every program once, on all replicas in parallel; return the seconds it took.
+
+    Raises:
+        MemoryPlanError: A device ran out of memory.
+    """
     start = time.monotonic()
-    with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
-        for done in [pool.submit(runner.warm_up) for runner in runners]:
-            done.result()
+    try:
+        with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
+            for done in [pool.submit(runner.warm_up) for runner in runners]:
+                done.result()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise MemoryPlanError(
+            "a device ran out of memory when the steps first ran: use a smaller max_num_batched_tokens, or fewer KV "
+            f"pages (kv_cache_memory_bytes, num_gpu_blocks_override): {str(error).splitlines()[0]}"
+        ) from error
     return time.monotonic() - start
 
 

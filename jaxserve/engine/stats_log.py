@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxserve.api.draft_totals import DraftTotals
 from jaxserve.api.metric_types import Metric
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class StatsLogger:
         self._device = device
         self._interval_s = interval_s
         self._last_s = time.monotonic()
-        self._last = _Totals()
+        self._last, self._last_drafts = _Totals(), DraftTotals()
         self._hit_rate: float | None = None
         self._is_quiet = True
 
@@ -61,7 +62,7 @@ class StatsLogger:
             self._is_quiet = False
 
     def log(self, metrics: Sequence[Metric]) -> None:
-        """Log a line, unless nothing has run since the last one."""
+        """Log a line, and one about drafts if any were verified, unless nothing has run since the last one."""
         values = {metric.name.partition(":")[2]: metric.value for metric in metrics if not metric.labels}
         names = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
         totals = _Totals(*(values[name] for name in names))
@@ -86,3 +87,20 @@ class StatsLogger:
         if self._hit_rate is not None:
             parts.append(f"Prefix cache hit rate: {100 * self._hit_rate:.1f}%")
         logger.info("Engine 000: %s", ", ".join(parts))
+        drafts = DraftTotals.of(metrics)
+        new, self._last_drafts = drafts.since(self._last_drafts), drafts
+        if new.num_drafts:
+            logger.info("SpecDecoding metrics: %s", _drafts_line(new, elapsed))
+
+
+def _drafts_line(drafts: DraftTotals, elapsed_s: float) -> str:
+    """Return vLLM's line about the drafts of some seconds."""
+    rates = ", ".join(f"{count / drafts.num_drafts:.3f}" for count in drafts.accepted)
+    return (
+        f"Mean acceptance length: {drafts.mean_length:.2f}, "
+        f"Accepted throughput: {drafts.num_accepted / elapsed_s:.2f} tokens/s, "
+        f"Drafted throughput: {drafts.num_tokens / elapsed_s:.2f} tokens/s, "
+        f"Accepted: {drafts.num_accepted:.0f} tokens, Drafted: {drafts.num_tokens:.0f} tokens, "
+        f"Per-position acceptance rate: {rates}, "
+        f"Avg Draft acceptance rate: {100 * drafts.acceptance_rate:.1f}%"
+    )

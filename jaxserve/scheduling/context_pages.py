@@ -297,11 +297,13 @@ class ContextPages:
         """Free the pages of a decoding sequence after its known and pending tokens."""
         num_kept = self._allocator.pages_for(sequence.num_computed + 1)
         for table in sequence.tables:
-            self._allocator.free(table.pages[num_kept:])
-            del table.pages[num_kept:]
-            table.num_granted = min(table.num_granted, num_kept)
-        sequence.num_pages = min(sequence.num_pages, num_kept)
-        self.update_decode_limit(sequence)
+            if len(table.pages) > num_kept:
+                self._allocator.free(table.pages[num_kept:])
+                del table.pages[num_kept:]
+                table.num_granted = min(table.num_granted, num_kept)
+        if num_kept < sequence.num_pages:
+            sequence.num_pages = num_kept
+            self.update_decode_limit(sequence)
 
     def update_decode_limit(self, sequence: Sequence) -> None:
         """Update the position up to which a sequence with a computed prompt can decode."""

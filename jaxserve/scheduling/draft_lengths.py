@@ -95,6 +95,20 @@ def _size(cell: tuple[int, float]) -> int:
     return cell[0]
 
 
+class Proposed(NamedTuple):
+    """The drafts that are proposed for a row.
+
+    Attributes:
+        num_tokens: Their number.
+        is_constrained: Whether a constraint allows, or even forces, each of them.
+        is_ahead: Whether the tokens before them are not all known.
+    """
+
+    num_tokens: int
+    is_constrained: bool = False
+    is_ahead: bool = False
+
+
 class Choice(NamedTuple):
     """What a step does.
 
@@ -123,7 +137,7 @@ class DraftLengths:
         self._max_drafts = max_drafts
         self.is_adaptive = is_adaptive
         self._can_wait = can_wait
-        self._acceptance: dict[int, Acceptance] = {}
+        self._acceptance: dict[tuple[bool, int], Acceptance] = {}
         self._costs: dict[int, StepCosts] = {}
         self._num_choices = 0
         self._num_probes = 0
@@ -131,23 +145,18 @@ class DraftLengths:
         self._latest: _MeasuredStep | None = None
         self._overlaps = False
 
-    def choose(self, proposed: Items[int], is_ahead: bool, budget: int) -> Choice:
-        """Choose for the decode rows of a step.
-
-        Args:
-            proposed: Number of drafts that are proposed for each row.
-            is_ahead: Whether the step is launched before the tokens of the step before are known.
-            budget: Most drafts of all rows.
-        """
-        proposed = [min(count, self._max_drafts) for count in proposed]
+    def choose(self, proposed: Items[Proposed], budget: int) -> Choice:
+        """Choose for the decode rows of a step, which may have ``budget`` drafts together."""
         everything, nothing = _cut(proposed, budget), [0] * len(proposed)
         if not any(everything):
             return Choice(everything, False)
         if not self.is_adaptive:
             return Choice(everything, True)
         best, rate = self._best(proposed, budget)
-        pays = rate > _MARGIN
-        lengths = best if pays and not (is_ahead and self._can_wait) else nothing
+        pays, lengths = rate > _MARGIN, nothing
+        if pays:
+            rows = zip(proposed, best, strict=True)
+            lengths = [0 if row.is_ahead and self._can_wait else length for row, length in rows]
         if self._probe is not None:
             lengths = {"none": nothing, "best": best, "all": everything}[self._probe]
             self._probe = None
@@ -156,9 +165,9 @@ class DraftLengths:
             pays = self._probe != "none"
         return Choice(lengths, pays)
 
-    def add_row(self, num_proposed: int, num_drafts: int, num_accepted: int) -> None:
-        """Count the accepted drafts of a row."""
-        self._kind(num_proposed).add(num_drafts, num_accepted)
+    def add_row(self, proposed: Proposed, num_drafts: int, num_accepted: int) -> None:
+        """Count the accepted drafts of a row, of those that were verified."""
+        self._kind(proposed).add(num_drafts, num_accepted)
 
     def add_step(self, num_rows: int, is_ahead: bool, num_drafts: int, seconds: float) -> None:
         """Add the measured time of a step of decode rows, from the tokens of the step before."""
@@ -182,11 +191,14 @@ class DraftLengths:
         self._num_probes += 1
         return True
 
-    def _best(self, proposed: Items[int], budget: int) -> tuple[list[int], float]:
+    def _best(self, proposed: Items[Proposed], budget: int) -> tuple[list[int], float]:
         """Return how many drafts of each row promise the most tokens per second, at least one, and how many times those
         of a step without drafts these are."""
         gains = [
-            (gain, row) for row, count in enumerate(proposed) if count for gain in self._kind(count).expected[:count]
+            (gain, index)
+            for index, row in enumerate(proposed)
+            if row.num_tokens
+            for gain in self._kind(row).expected[: row.num_tokens]
         ]
         gains = sorted(gains, key=lambda gain: -gain[0])[:budget]
         sums, num_rows = [*itertools.accumulate(gain for gain, _ in gains)], len(proposed)
@@ -201,8 +213,8 @@ class DraftLengths:
             lengths[row] += 1
         return lengths, best_rate
 
-    def _kind(self, num_proposed: int) -> Acceptance:
-        key = num_proposed.bit_length()
+    def _kind(self, proposed: Proposed) -> Acceptance:
+        key = proposed.is_constrained, proposed.num_tokens.bit_length()
         if key not in self._acceptance:
             self._acceptance[key] = Acceptance(self._max_drafts)
         return self._acceptance[key]
@@ -226,10 +238,10 @@ class _MeasuredStep(NamedTuple):
     seconds: float
 
 
-def _cut(proposed: Items[int], budget: int) -> list[int]:
-    """Return the drafts of each row as far as the budget goes, first come, first served."""
+def _cut(proposed: Items[Proposed], budget: int) -> list[int]:
+    """Return the number of drafts of each row as far as the budget goes, first come, first served."""
     found = list[int]()
-    for count in proposed:
-        found.append(min(count, budget))
+    for row in proposed:
+        found.append(min(row.num_tokens, budget))
         budget -= found[-1]
     return found

@@ -11,8 +11,9 @@ import itertools
 import logging
 from array import array
 
+from jaxserve.scheduling.constrained_drafts import ConstrainedDrafts, constrained_drafts
 from jaxserve.scheduling.context_pages import ContextPages
-from jaxserve.scheduling.draft_lengths import DraftLengths
+from jaxserve.scheduling.draft_lengths import DraftLengths, Proposed
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.sequence import Sequence
@@ -48,11 +49,6 @@ class DraftCounts:
         self.num_accepted.subtract(other.num_accepted)
 
 
-def takes_drafts(sequence: Sequence) -> bool:
-    """Whether a sequence can use drafts: not if the host computes each token's mask from the tokens before it."""
-    return sequence.constraint is None and not sequence.sampling.banned_ids
-
-
 def add_drafts(
     step: Step,
     num_decodes: int,
@@ -71,34 +67,36 @@ def add_drafts(
         budget = min(budget, limits.max_step_samples - step.plan.num_rows)
     sequences = step.sequences[:num_decodes]
     step.is_ahead = any(sequence.num_pending > 1 for sequence in sequences)
-    asked = [index for index, one in enumerate(sequences) if takes_drafts(one)] if budget > 0 else []
-    found = _ask(proposer, [sequences[index] for index in asked])
-    proposed: list[list[int]] = [[] for _ in range(num_decodes)]
-    for index, drafts in zip(asked, found or [], strict=False):
-        sequence = sequences[index]
-        num_in_flight = sequence.num_pending - 1  # excludes this row's token
-        most = min(limits.max_draft_tokens, sequence.max_length - 1 - sequence.num_computed)
-        proposed[index] = drafts[num_in_flight : num_in_flight + most]
-    counts = [len(drafts) for drafts in proposed]
-    choice = chooser.choose(counts, step.is_ahead, budget)
-    step.waits = choice.waits
-    for index, length in enumerate(choice.lengths):
-        drafts = proposed[index] = proposed[index][:length]
-        if drafts:
-            sequence = sequences[index]
-            drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), step, pages)]
-            sequence.num_computed += len(drafts)
-            sequence.num_pending += len(drafts)
-            step.num_proposed[sequence] = counts[index]
-    plan, order = step.plan, sorted(range(num_decodes), key=lambda index: bool(proposed[index]))
-    step.sequences[:num_decodes] = [step.sequences[index] for index in order]
-    for column in (plan.slots, plan.starts):
-        column[:num_decodes] = array("i", [column[index] for index in order])
-    lengths = array("i", [1 + len(proposed[index]) for index in order])
-    plan.lengths[:num_decodes] = plan.num_samples[:num_decodes] = lengths
-    tokens = [(plan.token_ids[index], *proposed[index]) for index in order]
-    plan.token_ids[:num_decodes] = array("i", itertools.chain.from_iterable(tokens))
+    found = _ask(proposer, sequences) if budget > 0 else []
+    if found:
+        usable = [_usable(*each, limits.max_draft_tokens) for each in zip(sequences, found, strict=True)]
+        proposed = [
+            Proposed(len(drafts.token_ids), sequence.constraint is not None, sequence.num_pending > 1)
+            for sequence, drafts in zip(sequences, usable, strict=True)
+        ]
+        lengths, step.waits = chooser.choose(proposed, budget)
+        if any(lengths):
+            step.proposed = dict(zip(sequences, proposed, strict=True))
+            rows = zip(sequences, usable, lengths, strict=True)
+            _write(step, [_reserve(sequence, drafts, length, step, pages) for sequence, drafts, length in rows])
     return found is not None
+
+
+def _write(step: Step, drafts: list[list[int]]) -> None:
+    """Add the drafts of the first rows to a plan, and move those with drafts after those of one token."""
+    plan, num_rows = step.plan, len(drafts)
+    if not all(drafts):
+        order = sorted(range(num_rows), key=lambda row: bool(drafts[row]))
+        drafts = [drafts[row] for row in order]
+        step.sequences[:num_rows] = [step.sequences[row] for row in order]
+        for column in (plan.slots, plan.starts, plan.token_ids):
+            column[:num_rows] = array("i", [column[row] for row in order])
+    lengths = array("i", [1 + len(tokens) for tokens in drafts])
+    plan.lengths[:num_rows] = plan.num_samples[:num_rows] = lengths
+    tokens = itertools.chain.from_iterable(
+        (first, *others) for first, others in zip(plan.token_ids, drafts, strict=False)
+    )
+    plan.token_ids[:num_rows] = array("i", tokens)
 
 
 def _ask(proposer: DraftProposer, sequences: list[Sequence]) -> list[list[int]] | None:
@@ -129,14 +127,14 @@ def drop_rejected(
     step: Step, tokens: list[list[int]], pages: ContextPages, counts: DraftCounts, chooser: DraftLengths
 ) -> None:
     """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``."""
+    accepted = list[int]()
     for num_samples, sequence, new in zip(step.plan.num_samples, step.sequences, tokens, strict=True):
         if num_samples <= 1 or sequence.finish_reason is not None:
             continue
         num_accepted = max(len(new), 1) - 1
-        counts.num_drafts += 1
+        accepted.append(num_accepted)
         counts.num_tokens += num_samples - 1
-        counts.num_accepted.update(range(num_accepted))
-        chooser.add_row(step.num_proposed[sequence], num_samples - 1, num_accepted)
+        chooser.add_row(step.proposed[sequence], num_samples - 1, num_accepted)
         num_rejected = num_samples - 1 - num_accepted
         if not num_rejected:
             continue
@@ -144,6 +142,10 @@ def drop_rejected(
         if sequence.slot >= 0:
             sequence.num_computed -= num_rejected
             pages.shrink(sequence)
+    counts.num_drafts += len(accepted)
+    for num_accepted, num_rows in collections.Counter(accepted).items():
+        for position in range(num_accepted):
+            counts.num_accepted[position] += num_rows
 
 
 def measure_step(step: Step, chooser: DraftLengths) -> None:
@@ -153,13 +155,39 @@ def measure_step(step: Step, chooser: DraftLengths) -> None:
         chooser.add_step(num_rows, step.is_ahead, num_tokens - num_rows, step.completed_s - max(step.previous_s))
 
 
-def _reserve(sequence: Sequence, num_drafts: int, step: Step, pages: ContextPages) -> int:
-    """Allocate pages for a sequence's drafts; return how many fit into its pages."""
-    end = sequence.num_computed + num_drafts
+def _usable(sequence: Sequence, proposed: list[int], most: int) -> ConstrainedDrafts:
+    """Return the drafts that fit into a sequence's maximum length and that its constraint allows, at most ``most``.
+
+    Args:
+        sequence: The sequence.
+        proposed: What was proposed, from the tokens that steps in flight sample on.
+        most: Most drafts.
+    """
+    num_in_flight = sequence.num_pending - 1  # excludes this row's token
+    most = min(most, sequence.max_length - 1 - sequence.num_computed)
+    if sequence.constraint is None:
+        return ConstrainedDrafts(proposed[num_in_flight : num_in_flight + most], [])
+    if sequence.error is not None:
+        return ConstrainedDrafts([], [])
+    drafts = constrained_drafts(sequence, proposed, most)
+    sequence.error = drafts.error
+    return drafts
+
+
+def _reserve(sequence: Sequence, drafts: ConstrainedDrafts, most: int, step: Step, pages: ContextPages) -> list[int]:
+    """Return the drafts that fit into a sequence's pages, at most ``most``; reserve these, with their masks."""
+    token_ids, start = drafts.token_ids[:most], sequence.num_computed
+    end = start + len(token_ids)
     if end > sequence.decode_limit:
         pages.grow_to(sequence, end)
         step.plan.grants += pages.grants(sequence)
-    return min(end, sequence.decode_limit) - sequence.num_computed
+        end = min(end, sequence.decode_limit)
+        token_ids = token_ids[: end - start]
+    if drafts.masks:
+        step.add_draft_masks(sequence.slot, drafts.masks[: len(token_ids)])
+    sequence.num_computed = end
+    sequence.num_pending += len(token_ids)
+    return token_ids
 
 
 def _log_failure(proposer: DraftProposer) -> None:

@@ -38,7 +38,7 @@ class Microbatches:
         for sequence in running:
             if not _has_tokens_left(sequence):
                 continue
-            waits_for_host = sequence.num_pending > 0 and sequence.constraint is not None
+            waits_for_host = sequence.waits_for_host
             num_runnable += not waits_for_host
             if waits_for_host or (sequence.num_pending and sequence.last_plan > oldest):
                 busy.add(sequence.last_plan)

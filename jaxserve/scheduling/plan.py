@@ -113,10 +113,17 @@ class PageCopy(NamedTuple):
 
 
 class SlotMask(NamedTuple):
-    """Bit mask of the tokens a slot may sample in this step: little-endian int32 words, token t in word t // 32."""
+    """Bit mask of the tokens that a slot may sample in this step.
+
+    Attributes:
+        slot: The slot.
+        words: Little-endian int32 words, token t in word t // 32.
+        sample: Index among the samples of the slot's row: the number of drafts before it.
+    """
 
     slot: int
     words: bytes
+    sample: int = 0
 
 
 class PageGrant(NamedTuple):
@@ -174,7 +181,7 @@ class StepPlan:
         setups: Slot assignments before the step.
         grants: Page table updates before the step.
         copies: Page copies before the step.
-        masks: Token masks of constrained slots.
+        masks: Token masks of constrained slots; at most one per sample.
         slots: Slot of each row; at most one row per slot. Rows of one token are cheapest at the front.
         starts: Position of each row's first token, or ``ON_DEVICE``.
         lengths: Number of tokens of each row.

@@ -183,9 +183,7 @@ class Scheduler:
                 if sequence.stop_strings is not None:
                     self._end(sequence, find_stop_string(sequence, 1, None), step.finished)
             else:
-                num_before = len(token_ids)
-                self._end(sequence, self._append(sequence, new), step.finished)
-                num_more += len(token_ids) - num_before - 1
+                num_more += self._append(sequence, new, step.finished) - 1
         step.num_new_tokens = len(sampled) + num_more
         measure_step(step, self.draft_lengths)
         return step
@@ -264,15 +262,15 @@ class Scheduler:
             self.finish(sequence, ending.reason, ending.stop_reason)
             finished.append(sequence)
 
-    def _append(self, sequence: Sequence, tokens: list[int]) -> Ending | None:
-        """Append tokens up to the one that finishes the sequence; return how it does, or None if it continues."""
+    def _append(self, sequence: Sequence, tokens: list[int], finished: list[Sequence]) -> int:
+        """Append tokens up to the one that finishes the sequence, if one does; return the number of those kept."""
         token_ids, cache, ending, num_before = sequence.token_ids, self.pages.cache, None, len(sequence.token_ids)
-        for token in tokens:
-            token_ids.append(token)
-            if len(token_ids) >= sequence.next_check or token in sequence.stop_ids:
-                ending = find_ending(sequence, token)
-                if ending is not None:
-                    break
+        if num_before + len(tokens) < sequence.next_check and sequence.stop_ids.keys().isdisjoint(tokens):
+            token_ids += tokens
+            if sequence.stop_strings is None:
+                return len(tokens)
+        else:
+            ending = self._append_checked(sequence, tokens)
         if sequence.stop_strings is not None:
             ending = find_stop_string(sequence, len(token_ids) - num_before, ending)
         if ending is None:
@@ -282,7 +280,19 @@ class Scheduler:
                 sequence.next_check = min(sequence.max_length, cache.next_page_end(sequence) + 1)
             if sequence.followers:
                 self._queues.enqueue(*sequence.release_followers())
-        return ending
+        self._end(sequence, ending, finished)
+        return len(token_ids) - num_before
+
+    def _append_checked(self, sequence: Sequence, tokens: list[int]) -> Ending | None:
+        """Append tokens up to the one that finishes the sequence; return how it does, or None if it continues."""
+        token_ids = sequence.token_ids
+        for token in tokens:
+            token_ids.append(token)
+            if len(token_ids) >= sequence.next_check or token in sequence.stop_ids:
+                ending = find_ending(sequence, token)
+                if ending is not None:
+                    return ending
+        return None
 
     def _schedule_decodes(self, step: Step) -> None:
         """Add a row for each sequence that is due and can decode, in order."""
@@ -290,7 +300,7 @@ class Scheduler:
         slots, known = list[int](), list[tuple[int, int, int]]()
         for sequence in step.due:  # preemption removes sequences from the end of ``running`` only
             position = sequence.num_computed
-            is_plain = position < sequence.decode_limit and sequence.constraint is None
+            is_plain = position < sequence.decode_limit and sequence.constraint is None and sequence.num_pending < 2
             if not is_plain and not self._prepare_decode(sequence, step):
                 continue
             if not sequence.num_pending:
@@ -311,7 +321,7 @@ class Scheduler:
                 step.partial_prefills.append(sequence)
             return False
         constraint = sequence.constraint
-        if sequence.num_computed + 1 >= sequence.max_length or (constraint is not None and sequence.num_pending):
+        if sequence.num_computed + 1 >= sequence.max_length or sequence.waits_for_host:
             return False
         if sequence.num_computed >= sequence.decode_limit and not self._grow(sequence, step):
             return False

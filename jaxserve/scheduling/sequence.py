@@ -4,7 +4,7 @@ After admission only the scheduler and its helpers in this package modify a sequ
 """
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jaxserve.api.outputs import FinishReason
 from jaxserve.api.request import Request
@@ -16,7 +16,7 @@ class Constraint(Protocol):
     """State of structured output for one sequence.
 
     A constrained sequence samples only when the host knows all its tokens: it skips every other step under async
-    scheduling.
+    scheduling. The masks after its drafts are made by accepting them, and taking that back with ``restore``.
     """
 
     def mask(self) -> bytes | None:
@@ -25,6 +25,18 @@ class Constraint(Protocol):
 
     def accept(self, token: int) -> bool:
         """Advance by the next token; return whether it completes the output."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Return the next tokens if the constraint leaves little choice, as drafts; empty if it leaves more."""
+        ...
+
+    def save(self) -> Any:
+        """Return the current state for ``restore``; cheap."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Return to a state that was saved since the last call, also after ``accept`` or ``mask`` has failed."""
         ...
 
 
@@ -141,6 +153,18 @@ class Sequence:
     def min_length(self) -> int:
         """Length, prompt included, below which only ``max_length`` finishes the sequence."""
         return self.num_prompt_tokens + self.request.params.min_tokens
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether it cannot decode before the host knows the tokens in flight: its masks depend on them.
+
+        Those of a constraint depend on the tokens; that of ``min_tokens`` on their number, which drafts in flight leave
+        open. After the minimum, it no longer matters.
+        """
+        if self.constraint is not None:
+            return self.num_pending > 0
+        is_open = self.num_pending > 1 and len(self.token_ids) + 1 < self.sampling.banned_until
+        return is_open and bool(self.sampling.banned_ids)
 
     def release_followers(self) -> list["Sequence"]:
         """Remove and return the followers that can start, once this sequence has a token or has finished.

@@ -1,9 +1,11 @@
 """A step from the making of its plan to its completion."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxserve.api.errors import own_failure
+from jaxserve.scheduling.draft_lengths import Proposed
 from jaxserve.scheduling.endings import constraint_failure
 from jaxserve.scheduling.plan import ChunkPooling, ChunkTargets, PageCopy, SlotMask, SlotSetup, StepPlan
 from jaxserve.scheduling.sequence import Constraint, Sequence
@@ -50,7 +52,7 @@ class Step:
         num_members: Number of rows that sample or that admit a sequence.
         is_ahead: Whether its decode rows follow tokens that steps in flight sample; set with a proposer of drafts only.
         waits: Whether the next plan should wait for its tokens, to have better drafts.
-        num_proposed: Number of drafts that were proposed for each sequence with drafts.
+        proposed: What was proposed for each sequence, if any row has drafts.
         errors: Sequences whose row could not be built as planned; they fail once the step completes.
         completed_s: When it completed, in seconds of ``time.monotonic()``; 0 before.
         sampled: Sequences with new tokens.
@@ -73,7 +75,7 @@ class Step:
     num_members: int = 0
     is_ahead: bool = False
     waits: bool = False
-    num_proposed: dict[Sequence, int] = dataclasses.field(default_factory=dict[Sequence, int])
+    proposed: dict[Sequence, Proposed] = dataclasses.field(default_factory=dict[Sequence, Proposed])
     errors: list[SequenceError] = dataclasses.field(default_factory=list[SequenceError])
     completed_s: float = 0.0
     sampled: list[Sequence] = dataclasses.field(default_factory=list[Sequence])
@@ -109,6 +111,10 @@ class Step:
         if words is not None:
             self.plan.masks.append(SlotMask(slot, words))
         return None
+
+    def add_draft_masks(self, slot: int, masks: Iterable[bytes | None]) -> None:
+        """Add the token masks after each draft of a constrained sequence's row; None allows all."""
+        self.plan.masks += [SlotMask(slot, words, index) for index, words in enumerate(masks, 1) if words is not None]
 
     def add_chunk(self, sequence: Sequence, end: int) -> bool:
         """Add a row of a sequence's known tokens up to position ``end``; return whether it samples."""

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +72,18 @@ class BadWords:
             del self._recent[: -self._max_recent]
         return False
 
+    def forced(self) -> list[int]:
+        """See ``Constraint``: nothing is forced."""
+        return []
+
+    def save(self) -> list[int]:
+        """See ``Constraint``."""
+        return self._recent.copy()
+
+    def restore(self, state: list[int]) -> None:
+        """See ``Constraint``."""
+        self._recent = state
+
 
 class ThinkingBudget:
     """Forces the end of a thinking section that has used up its budget: vLLM's ``thinking_token_budget``.
@@ -114,12 +127,8 @@ class ThinkingBudget:
 
     def mask(self) -> bytes | None:
         """Return a mask with a single token if the end is forced, else None."""
-        if self._num_thinking is None or self._num_thinking < self._budget:
-            return None
-        recent, end = self._recent, self._end
-        lengths = range(min(len(end) - 1, len(recent)), 0, -1)
-        num_written = next((length for length in lengths if recent[-length:] == end[:length]), 0)
-        return _only(end[num_written], self._vocab_size)
+        forced = self.forced()
+        return _only(forced[0], self._vocab_size) if forced else None
 
     def accept(self, token: int) -> bool:
         """Advance by the next token; never completes the output."""
@@ -133,6 +142,22 @@ class ThinkingBudget:
         elif self._num_thinking is not None:
             self._num_thinking += 1
         return False
+
+    def forced(self) -> list[int]:
+        """See ``Constraint``: the rest of the end's tokens once the budget is used up."""
+        if self._num_thinking is None or self._num_thinking < self._budget:
+            return []
+        recent, end = self._recent, self._end
+        lengths = range(min(len(end) - 1, len(recent)), 0, -1)
+        return end[next((length for length in lengths if recent[-length:] == end[:length]), 0) :]
+
+    def save(self) -> tuple[list[int], str, int | None]:
+        """See ``Constraint``."""
+        return self._recent.copy(), self._text, self._num_thinking
+
+    def restore(self, state: tuple[list[int], str, int | None]) -> None:
+        """See ``Constraint``."""
+        self._recent, self._text, self._num_thinking = state
 
     def _find(self, text: str) -> tuple[int, int]:
         """Append text; return where its last marker ends if that starts a section, and if it ends one; otherwise -1."""
@@ -169,6 +194,19 @@ class AllOf:
         """Advance by the next token; return whether it completes the output for any constraint."""
         complete = [constraint.accept(token) for constraint in self._constraints]
         return any(complete)
+
+    def forced(self) -> list[int]:
+        """See ``Constraint``: what the first constraint forces that forces anything."""
+        return next((forced for constraint in self._constraints if (forced := constraint.forced())), [])
+
+    def save(self) -> list[Any]:
+        """See ``Constraint``."""
+        return [constraint.save() for constraint in self._constraints]
+
+    def restore(self, state: list[Any]) -> None:
+        """See ``Constraint``."""
+        for constraint, own in zip(self._constraints, state, strict=True):
+            constraint.restore(own)
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """Structured outputs of reasoning models: as in vLLM, constraints apply after the end of the reasoning."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxserve.api.chat_messages import LastMessage
 from jaxserve.parsers import last_turn, reasoning_parser, starts_in_reasoning
@@ -146,3 +146,16 @@ class AfterReasoning:
         if self._is_open:
             self._text = self._text[max(0, len(self._text) - len(self._awaited[0]) + 1) :]
         return False
+
+    def forced(self) -> list[int]:
+        """See ``Constraint``: nothing before it is known that there is no reasoning, or that it has ended."""
+        return self._constraint.forced() if self._is_open is False else []
+
+    def save(self) -> tuple[Any, bool | None, str, list[str]]:
+        """See ``Constraint``."""
+        return self._constraint.save(), self._is_open, self._text, self._awaited.copy()
+
+    def restore(self, state: tuple[Any, bool | None, str, list[str]]) -> None:
+        """See ``Constraint``."""
+        own, self._is_open, self._text, self._awaited = state
+        self._constraint.restore(own)

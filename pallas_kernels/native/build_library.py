@@ -34,6 +34,7 @@ OBJECTS = (
             "threads",
             "linear_job",
             "linear_pack",
+            "token_index",
             *(
                 f"{operation}_handler"
                 for operation in ("argmax", "attention", "dequantize", "grouped", "linear", "truncation", "write")

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jaxserve.scheduling.draft_lengths import PROBE_STEPS, Acceptance, Choice, DraftLengths, StepCosts
+from jaxserve.scheduling.draft_lengths import PROBE_STEPS, Acceptance, Choice, DraftLengths, Proposed, StepCosts
 
 
 def run(
@@ -16,10 +16,10 @@ def run(
     """
     chooser, is_ahead, found = DraftLengths(4, is_adaptive, can_wait=True), False, list[int]()
     for number in range(num_steps):
-        lengths, waits = chooser.choose([proposed] * len(accepted), is_ahead, budget=100)
+        lengths, waits = chooser.choose([Proposed(proposed, is_ahead=is_ahead)] * len(accepted), budget=100)
         for length, right in zip(lengths, accepted, strict=True):
             if length:
-                chooser.add_row(proposed, length, min(length, right))
+                chooser.add_row(Proposed(proposed), length, min(length, right))
         found.append(sum(lengths))
         seconds = 1 + cost_of_draft * found[-1] + 0.1 * (not is_ahead)
         chooser.add_step(len(accepted), is_ahead, found[-1], seconds * 1.001**number)
@@ -50,13 +50,15 @@ def test_as_many_are_verified_as_pay() -> None:
 def test_rows_compete_for_the_budget() -> None:
     chooser = DraftLengths(8, is_adaptive=True, can_wait=True)
     for _ in range(50):
-        chooser.add_row(2, 2, 0)
-        chooser.add_row(8, 8, 8)
-    assert chooser.choose([2, 8, 0], is_ahead=False, budget=6) == Choice([0, 6, 0], waits=True)
-    assert chooser.choose([2, 8, 0], is_ahead=True, budget=6) == Choice([0, 0, 0], waits=True), "they would be guesses"
-    assert chooser.choose([0, 0, 0], is_ahead=False, budget=6) == Choice([0, 0, 0], waits=False)
+        chooser.add_row(Proposed(2), 2, 0)
+        chooser.add_row(Proposed(8), 8, 8)
+    rows, known = [Proposed(2), Proposed(8), Proposed(0)], Proposed(8, is_constrained=True)
+    assert chooser.choose(rows, budget=6) == Choice([0, 6, 0], waits=True)
+    assert chooser.choose([Proposed(0)] * 3, budget=6) == Choice([0, 0, 0], waits=False)
+    ahead = [row._replace(is_ahead=True) for row in rows]
+    assert chooser.choose([*ahead, known], budget=12) == Choice([0, 0, 0, 4], waits=True), "the others would be guesses"
     pipeline = DraftLengths(8, is_adaptive=True, can_wait=False)
-    assert pipeline.choose([4], is_ahead=True, budget=6).lengths == [4]
+    assert pipeline.choose(ahead[1:2], budget=6).lengths == [6]
 
 
 def test_a_fixed_number_is_verified_whatever_it_costs() -> None:

@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -89,13 +90,15 @@ class Run:
         ):
             yield
 
-    def answers(self, kind: str, params: list[SamplingParams]) -> list[RequestOutput]:
-        """What the requests return; their prompts are computed anew each time."""
+    def answers(
+        self, kind: str, params: list[SamplingParams], prompts: Mapping[int, str] = MappingProxyType({})
+    ) -> list[RequestOutput]:
+        """What the requests return; their prompts are computed anew each time. Some have prompts of their own."""
         self.proposer.kind = kind
         self.engine.reset_prefix_cache()
         states = []
         for index, some in enumerate(params):
-            request = parse_prompt(PROMPT + " abc"[: (some.seed or 0) % 4], some)
+            request = parse_prompt(prompts.get(index, PROMPT + " abc"[: (some.seed or 0) % 4]), some)
             states.append(self.engine.submit(dataclasses.replace(request, request_id=str(index))))
         while self.engine.num_unfinished:
             self.engine.step()
@@ -109,10 +112,14 @@ class Run:
     def without_drafts(self, params: list[SamplingParams]) -> list[RequestOutput]:
         """The same, and it becomes what the proposer knows."""
         outputs = self.answers("none", params)
+        self.learn(outputs)
+        return outputs
+
+    def learn(self, outputs: list[RequestOutput]) -> None:
+        """They become what the proposer knows."""
         self.proposer.texts = {
             f"{output.request_id}-{one.index}": list(one.token_ids) for output in outputs for one in output.outputs
         }
-        return outputs
 
     def counter(self, name: str) -> float:
         """A metric's value."""

@@ -1,18 +1,21 @@
 """Which drafts the scheduler gives to which rows, and what becomes of them; the model is left out."""
 
+import itertools
 from typing import Any
 from unittest import mock
 
-from jaxserve.api.sampling_options import OptionValues
+import pytest
+
 from jaxserve.device.runner_interface import Runner, StepResult
 from jaxserve.engine.replica import Replica
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import ON_DEVICE, Sampling, SchedulerLimits, StepPlan
+from jaxserve.scheduling.proposers.grammar import GrammarProposer
 from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from tests.plan_rows import Row, rows_of
-from tests.sequences import STOP_STRING, NoState, StopAfter, make_sequence, name_of
+from tests.sequences import STOP_STRING, NoState, StopAfter, Taken, make_sequence, name_of
 
 
 class Counting(NoState):
@@ -23,16 +26,29 @@ class Counting(NoState):
         return list(range(100 + sequence.num_output_tokens, 120 + sequence.num_output_tokens))
 
 
-class AllowsAll:
-    """A constraint that never says anything."""
+class Script(Taken):
+    """A constraint that allows some of the tokens up to 127 at each position, forces a lone one, and may end."""
+
+    def __init__(self, *allowed: str, forces: bool = False, last: int = -1, fails_at: int = -1):
+        super().__init__()
+        self.allowed, self.forces, self.last, self.fails_at = allowed, forces, last, fails_at
 
     def mask(self) -> bytes | None:
-        """Everything."""
-        return None
+        """The tokens are characters; all where nothing is said."""
+        if len(self.taken) == self.fails_at:
+            raise RuntimeError("no mask")
+        allowed = self.allowed[len(self.taken)] if len(self.taken) < len(self.allowed) else ""
+        return sum(1 << ord(token) for token in allowed).to_bytes(16, "little") if allowed else None
+
+    def forced(self) -> list[int]:
+        """All lone tokens from here on."""
+        rest = itertools.takewhile(lambda tokens: len(tokens) == 1, self.allowed[len(self.taken) :])
+        return [ord(token) for token in rest] if self.forces else []
 
     def accept(self, token: int) -> bool:
-        """Goes on."""
-        return False
+        """Notes it."""
+        self.taken.append(token)
+        return token == self.last
 
 
 def make_scheduler(
@@ -125,13 +141,92 @@ def test_a_step_waits_for_the_tokens_of_one_with_drafts() -> None:
     assert in_flight == [1, 2, 1, 1, 2, 2, 2], "each launch, itself included"
 
 
-def test_sequences_whose_masks_the_host_makes_get_no_drafts() -> None:
-    scheduler = make_scheduler()
-    add(scheduler, "a", constraint=AllowsAll())
-    add(scheduler, "b", sampling=Sampling(banned_ids=(2,), banned_until=9))
-    add(scheduler, "c", sampling=Sampling(OptionValues(presence_penalty=1.0), bad_ids=(2,)))
+@pytest.mark.parametrize(
+    ("allowed", "drafts"),
+    [
+        (["d", "def", "ef", "xyz", "g"], [101, 102]),
+        (["d", "x"], []),
+        (["d", "", "f", "", "g"], [101, 102, 103]),
+        (["d"], [101, 102, 103]),
+    ],
+)
+def test_drafts_end_where_a_constraint_forbids_one(allowed: list[str], drafts: list[int]) -> None:
+    """Each sample has the mask of its position, and what the device kept decides what the constraint takes in."""
+    scheduler, constraint = make_scheduler(), Script(*allowed)
+    sequence = add(scheduler, "a", constraint=constraint)
     start(scheduler)
-    assert [row.num_samples for row in rows_of(scheduled(scheduler))] == [1, 1, 4]
+    plan = scheduled(scheduler)
+    assert rows_of(plan) == [Row(sequence.slot, 5, [100, *drafts], 1 + len(drafts))]
+    expected = [(index - 1, tokens) for index, tokens in enumerate(allowed) if tokens and 1 <= index <= 1 + len(drafts)]
+    assert [(sample, tokens_of(words)) for _, words, sample in plan.masks] == expected
+    assert constraint.taken == [100] and scheduler.schedule() is None, "its next masks need the tokens"
+    kept = [*drafts[:1], 7]
+    scheduler.complete(plan, [kept])
+    assert constraint.taken == [100, *kept] and sequence.token_ids[5:] == [100, *kept]
+    assert scheduler.draft_counts.num_tokens == len(drafts), "what a constraint forbids is not drafted"
+
+
+def tokens_of(words: bytes) -> str:
+    """The tokens of a mask as characters."""
+    bits = int.from_bytes(words, "little")
+    return "".join(chr(token) for token in range(128) if bits >> token & 1)
+
+
+def test_forced_tokens_are_drafts() -> None:
+    """Before proposals, which follow where they agree; by themselves too."""
+    plans = []
+    for proposer in (Counting(), GrammarProposer({})):
+        scheduler = make_scheduler(proposer=proposer)
+        add(scheduler, "a", constraint=Script("d", "e", "xyz", forces=True))
+        add(scheduler, "b", constraint=Script("d", "xf", "z", "q", "xy", forces=True))
+        add(scheduler, "c", constraint=Script("d", "Q", "R", "S", "T", "U", forces=True))
+        add(scheduler, "d")
+        start(scheduler)
+        plans.append(sorted(row.token_ids for row in rows_of(scheduled(scheduler))))
+    assert plans[0] == [[100], [100, 81, 82, 83], [100, 101], [100, 101, 102, 103]]
+    assert plans[1] == [[100], [100], [100, 81, 82, 83], [100, 101]]
+
+
+def test_drafts_end_before_the_last_token_of_a_sequence() -> None:
+    """A token that completes a constraint, or a stop token; below the minimum, it is another token."""
+    scheduler = make_scheduler()
+    add(scheduler, "a", constraint=Script(last=102))
+    add(scheduler, "b", constraint=Script(), stop_ids={103: None})
+    add(scheduler, "c", constraint=Script(), stop_ids={101: None}, min_tokens=3)
+    start(scheduler)
+    rows = {row.slot: row.token_ids[1:] for row in rows_of(scheduled(scheduler))}
+    assert [rows[sequence.slot] for sequence in scheduler.running] == [[101], [101, 102], [101, 102, 103]]
+
+
+def test_drafts_end_where_a_constraint_fails() -> None:
+    """It may never get there; if it cannot go back, its sequence fails, and no other."""
+
+    class Stuck(Script):
+        def restore(self, state: int) -> None:
+            raise RuntimeError("no way back")
+
+    scheduler = make_scheduler()
+    one, other = add(scheduler, "a", constraint=Script(fails_at=3)), add(scheduler, "b", constraint=Stuck())
+    start(scheduler)
+    plan = scheduled(scheduler)
+    assert {row.slot: len(row.token_ids) for row in rows_of(plan)} == {one.slot: 2, other.slot: 1}
+    scheduler.complete(plan, [[9], [101, 9]])
+    assert one.finish_reason is None and other.finish_reason == "error" and "no way back" in str(other.error)
+
+
+def test_below_min_tokens_a_row_waits_for_those_in_flight() -> None:
+    """Whether its samples are bound to the minimum depends on how many are kept; past it, nothing waits."""
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", new=40, sampling=Sampling(banned_ids=(2,), banned_until=12))
+    start(scheduler)
+    first = scheduled(scheduler)
+    assert len(rows_of(first)[0].token_ids) == 4 and scheduler.schedule() is None
+    scheduler.complete(first, [[101, 102, 103, 104]])
+    second = scheduled(scheduler)
+    assert rows_of(second)[0].start == 9 and scheduler.schedule() is None
+    scheduler.complete(second, [[105, 9]])
+    third, fourth = scheduled(scheduler), scheduled(scheduler)
+    assert [rows_of(plan)[0].start for plan in (third, fourth)] == [11, ON_DEVICE] and len(sequence.token_ids) == 12
 
 
 def test_rows_with_drafts_follow_those_of_one_token() -> None:

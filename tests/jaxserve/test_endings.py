@@ -10,15 +10,16 @@ from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
+from tests.sequences import Taken
 from tests.sequences import make_sequence as a_sequence
 
 
-class Script:
+class Script(Taken):
     """A constraint that is complete with one token."""
 
     def __init__(self, last: int):
+        super().__init__()
         self.last = last
-        self.taken: list[int] = []
 
     def mask(self) -> bytes | None:
         return None

@@ -31,6 +31,7 @@ from jaxserve.structured_output.reasoning import AfterReasoning, find_reasoning
 from jaxserve.text.chat import render_chat
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from tests.sequences import Taken
 
 START = "<|start|>assistant"
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -290,11 +291,8 @@ def test_markers_reach_the_parser_as_special_tokens(tokenizer: Tokenizer) -> Non
     assert (message.reasoning, message.content, shown(message)) == ("Hm.", None, (("f", '{"a": "é"}'),))
 
 
-class Rule:
+class Rule(Taken):
     """A grammar that notes tokens."""
-
-    def __init__(self) -> None:
-        self.taken: list[int] = []
 
     def mask(self) -> bytes:
         """No token is allowed."""

@@ -114,7 +114,7 @@ def masks_of(texts: list[Text], vocab_size: int) -> np.ndarray:
     given = [SlotMask(slot, mask_of(allowed[None]).tobytes()) for slot, allowed in constrained]
     positions = [len(text.prompt) + len(text.output) - 1 for text in texts]
     plan = make_plan(0, setups, [], decode_rows(range(len(texts)), positions), masks=given)
-    return masks.array(masks.rows(plan, RowStarts(len(texts)), {}), len(texts))
+    return masks.array(masks.samples(plan, RowStarts(len(texts)), {}), len(texts))
 
 
 def inputs_of(texts: list[Text]) -> Any:

@@ -45,7 +45,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "setups": st.lists(st.builds(SlotSetup, INT, SAMPLINGS, INT, IDS, INT), max_size=3),
     "grants": st.lists(st.builds(PageGrant, INT, INT, st.lists(INT), INT), max_size=3),
     "copies": st.lists(st.builds(PageCopy, INT, INT), max_size=3),
-    "masks": st.lists(st.builds(SlotMask, INT, st.binary(max_size=16)), max_size=3),
+    "masks": st.lists(st.builds(SlotMask, INT, st.binary(max_size=16), INT), max_size=3),
     "slots": COLUMN,
     "starts": COLUMN,
     "lengths": COLUMN,

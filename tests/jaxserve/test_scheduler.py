@@ -15,8 +15,8 @@ from jaxserve.scheduling.plan import ON_DEVICE, PageCopy, Sampling, SchedulerLim
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
 from tests.plan_rows import Row, rows_of
+from tests.sequences import Taken, name_of
 from tests.sequences import make_sequence as a_sequence
-from tests.sequences import name_of
 
 STOP = 9
 
@@ -689,12 +689,12 @@ def test_a_request_can_be_aborted_in_any_order_of_its_samples(num_steps: int, or
 # ------------------------------------------------------------------------------------------------ constraints
 
 
-class Recorder:
+class Recorder(Taken):
     """A constraint that ends with a token and keeps count of what it took."""
 
     def __init__(self, last: int = -1):
+        super().__init__()
         self.last = last
-        self.taken: list[int] = []
 
     def mask(self) -> bytes | None:
         return len(self.taken).to_bytes(4, "little")

@@ -64,6 +64,31 @@ def test_the_line_is_vllm_s(clock: Clock, caplog: pytest.LogCaptureFixture) -> N
     ]
 
 
+def drafts(num_drafts: int, num_tokens: int, *accepted: int) -> list[Metric]:
+    counts = {"drafts": num_drafts, "draft_tokens": num_tokens, "accepted_tokens": sum(accepted)}
+    found: list[Metric] = [Counter(f"jaxserve:spec_decode_num_{name}", {}, value) for name, value in counts.items()]
+    name = "jaxserve:spec_decode_num_accepted_tokens_per_pos"
+    return found + [Counter(name, {"position": str(position)}, count) for position, count in enumerate(accepted)]
+
+
+def test_drafts_since_the_last_line_have_a_line_in_vllm_s_words(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    stats = StatsLogger("CPU")
+    found = []
+    for counts in (drafts(0, 0, 0, 0), drafts(10, 20, 8, 4), drafts(10, 20, 8, 4), drafts(14, 26, 11, 4)):
+        clock.now += 10
+        stats.log([*numbers(generation=int(clock.now)), *counts])
+        found += lines(caplog)[1:]
+    assert found == [
+        "SpecDecoding metrics: Mean acceptance length: 2.20, Accepted throughput: 1.20 tokens/s, Drafted throughput: "
+        "2.00 tokens/s, Accepted: 12 tokens, Drafted: 20 tokens, Per-position acceptance rate: 0.800, 0.400, "
+        "Avg Draft acceptance rate: 60.0%",
+        "SpecDecoding metrics: Mean acceptance length: 1.75, Accepted throughput: 0.30 tokens/s, Drafted throughput: "
+        "0.60 tokens/s, Accepted: 3 tokens, Drafted: 6 tokens, Per-position acceptance rate: 0.750, 0.000, "
+        "Avg Draft acceptance rate: 50.0%",
+    ]
+
+
 def test_the_hit_rate_is_that_of_the_latest_lookups(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     stats = StatsLogger("CPU")

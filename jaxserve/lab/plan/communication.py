@@ -118,7 +118,7 @@ def _hand_over(step: _Step, x: Float[Array, "T D"]) -> Any:
 
 def _sample(step: _Step, x: Float[Array, "T D"]) -> Any:
     sharded, batch, rows = step.sharded, step.batch, _hand_over(step, x)[step.batch.sampled_tokens]
-    mask = jnp.zeros(sharded.mask_shape(len(batch.slots)), jnp.int32)
+    mask = jnp.zeros(sharded.mask_shape(len(batch.sampled_tokens)), jnp.int32)
     settings, tile = sharded.sampler, sharded.row_tile
     return sample_rows(step.model.logits, rows, mask, step.state.tables, batch.sampler, "greedy", settings, tile)
 

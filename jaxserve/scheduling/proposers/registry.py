@@ -4,12 +4,18 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jaxserve.scheduling.proposers.grammar import GrammarProposer
 from jaxserve.scheduling.proposers.ngram import NgramProposer
 from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.proposers.suffix import SuffixProposer
+from jaxserve.scheduling.proposers.token_index import find_library
 
 PROPOSERS: Mapping[str, Callable[[Mapping[str, Any]], DraftProposer]] = MappingProxyType(
-    {"ngram": NgramProposer, "suffix": SuffixProposer}
+    {
+        "grammar": GrammarProposer,
+        "ngram": NgramProposer,
+        "suffix": lambda config: SuffixProposer(config, find_library()),
+    }
 )
 """The proposer of each method, made from the checked settings."""
 

@@ -4,12 +4,14 @@ The method is that of arXiv:2411.04975: the longest earlier occurrence of the la
 tokens as it matched, as long as its continuations agree often enough.
 """
 
+import ctypes
 import itertools
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
+from jaxserve.scheduling.proposers.suffix_search import NativeSearch, PlainSearch, Row, Rules
 from jaxserve.scheduling.proposers.token_index import TokenIndex
 from jaxserve.scheduling.sequence import Sequence
 
@@ -28,51 +30,47 @@ class SuffixProposer:
 
     Args:
         config: The checked ``speculative_config``.
+        library: The native library (``token_index.find_library``), which searches faster; None: Python does.
     """
 
-    def __init__(self, config: Mapping[str, Any]):
-        self._depth: int = config["suffix_decoding_max_tree_depth"]
-        self._least: float = config["suffix_decoding_min_token_prob"]
+    def __init__(self, config: Mapping[str, Any], library: ctypes.CDLL | None = None):
+        depth: int = config["suffix_decoding_max_tree_depth"]
         factor, most = config["suffix_decoding_max_spec_factor"], config["num_speculative_tokens"]
-        lengths = [min(most, int(factor * match), self._depth - match) for match in range(self._depth + 1)]
-        self._lengths = list(itertools.accumulate(lengths, max))  # drafts after a match of each length: never fewer
-        self._partitions = _Partitions()
-        self._past = PastOutputs(config["suffix_decoding_max_cached_requests"], self._partitions)
+        lengths = [min(most, int(factor * match), depth - match) for match in range(depth + 1)]
+        lengths = list(itertools.accumulate(lengths, max))  # never fewer drafts after a longer match
+        rules = Rules(depth, config["suffix_decoding_min_token_prob"], lengths)
+        self._depth, self._library, self._partitions = depth, library, _Partitions()
+        self._past = PastOutputs(
+            config["suffix_decoding_max_cached_requests"], self._partitions, library, MAX_PAST_SLOTS
+        )
+        past = self._past.index
+        self._search = PlainSearch(rules, past) if library is None else NativeSearch(rules, past, library)
         self._texts: dict[Sequence, _Text] = {}
 
     def propose(self, sequences: Items[Sequence]) -> list[list[int]]:
         """See ``DraftProposer``: return at most ``num_speculative_tokens`` beyond those that steps in flight sample."""
-        return [self._continuation(sequence) for sequence in sequences]
+        rows, texts = list[Row](), self._texts
+        for sequence in sequences:
+            text = texts.get(sequence)
+            if text is None:
+                partition = self._partitions.enter(sequence.cache_root)
+                text = texts[sequence] = _Text(_offset(partition), self._library)
+            new = text.take(sequence.token_ids)
+            rows.append(Row(text.index, text.offset, new, sequence.num_pending - 1))
+        return self._search.continuations(rows)
 
     def finish(self, sequence: Sequence) -> None:
         """See ``DraftProposer``; the output is kept for later sequences."""
         text = self._texts.get(sequence)
         if text is not None:
             first = max(sequence.num_prompt_tokens - self._depth, 0)
-            self._past.add(sequence.cache_root, text.values(sequence.token_ids[first:]))
+            self._past.add(sequence.cache_root, sequence.token_ids[first:])
             self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """See ``DraftProposer``."""
         if self._texts.pop(sequence, None) is not None:
             self._partitions.leave(sequence.cache_root)
-
-    def _continuation(self, sequence: Sequence) -> list[int]:
-        text = self._texts.get(sequence)
-        if text is None:
-            text = self._texts[sequence] = _Text(self._partitions.enter(sequence.cache_root))
-        text.extend(sequence.token_ids)
-        context = text.values(sequence.token_ids[-self._depth :])
-        num_in_flight, best, best_score = sequence.num_pending - 1, list[int](), 0.0
-        for index in (text.index, self._past.index):
-            places, match = index.places(context)
-            count = self._lengths[match]
-            if count:
-                options = [index.following(place, num_in_flight + count) for place in places]
-                found, score = _follow(options, num_in_flight, self._least)
-                if score > best_score:
-                    best, best_score = found, score
-        return text.token_ids(best)
 
 
 class PastOutputs:
@@ -81,40 +79,46 @@ class PastOutputs:
     Args:
         max_texts: Most outputs.
         partitions: Keeps the partition of each.
+        library: The native library, or None.
         num_slots: Most tokens, with one between any two outputs; a power of two.
     """
 
-    def __init__(self, max_texts: int, partitions: "_Partitions", num_slots: int = MAX_PAST_SLOTS):
-        self.index = TokenIndex(num_slots if max_texts else _FIRST_SLOTS)
+    def __init__(
+        self,
+        max_texts: int,
+        partitions: "_Partitions",
+        library: ctypes.CDLL | None,
+        num_slots: int,
+    ):
+        self.index = TokenIndex(num_slots if max_texts else _FIRST_SLOTS, library)
         self._max_texts, self._partitions = max_texts, partitions
         self._texts: deque[_PastText] = deque()
 
     def __len__(self) -> int:
         return len(self._texts)
 
-    def add(self, root: bytes, values: list[int]) -> None:
+    def add(self, root: bytes, tokens: list[int]) -> None:
         """Add a text, of which the last tokens count if it is longer than the ring; drop older ones that it displaces.
 
         Args:
             root: Its partition.
-            values: Its tokens, as values of the partition.
+            tokens: Its tokens.
         """
         index = self.index
-        values = values[-(index.num_slots - 2) :]
-        if not self._max_texts or not values:
+        tokens = tokens[-(index.num_slots - 2) :]
+        if not self._max_texts or not tokens:
             return
         while len(self._texts) >= self._max_texts:
             self._drop_oldest()
         start = index.end + 1
-        if start + len(values) > index.num_slots:
+        if start + len(tokens) >= index.num_slots:
             while self._texts and self._texts[0].start > index.end:
                 self._drop_oldest()
             start = 1
-        while self._texts and start - 1 <= self._texts[0].start <= start + len(values):
+        while self._texts and start - 1 <= self._texts[0].start <= start + len(tokens):
             self._drop_oldest()
-        index.write(start, values)
+        index.write(start, tokens, _offset(self._partitions.enter(root)))
         self._texts.append(_PastText(start, index.end, root))
-        self._partitions.enter(root)
 
     def _drop_oldest(self) -> None:
         start, end, root = self._texts.popleft()
@@ -157,55 +161,30 @@ class _Text:
 
     Attributes:
         index: The index, which grows with the text up to ``MAX_OWN_SLOTS``.
+        offset: What its tokens are raised by in all indexes.
 
     Args:
-        partition: Number of the sequence's partition.
+        offset: The same.
+        library: The native library, or None.
     """
 
-    def __init__(self, partition: int):
-        self.index = TokenIndex(_FIRST_SLOTS)
-        self._offset = (partition << 32) + 1  # a value is never 0, which ends a text
-        self._num_tokens = 0
+    def __init__(self, offset: int, library: ctypes.CDLL | None):
+        self.index, self.offset = TokenIndex(_FIRST_SLOTS, library), offset
+        self._library, self._num_tokens, self._num_free = library, 0, _FIRST_SLOTS
 
-    def values(self, token_ids: list[int]) -> list[int]:
-        """Return the values of tokens in this partition."""
-        offset = self._offset
-        return [token + offset for token in token_ids]
-
-    def token_ids(self, values: list[int]) -> list[int]:
-        """Return the tokens of values."""
-        offset = self._offset
-        return [value - offset for value in values]
-
-    def extend(self, token_ids: list[int]) -> None:
-        """Add the tokens after those that are known."""
-        start, self._num_tokens = self._num_tokens, len(token_ids)
-        if self.index.end + len(token_ids) - start < self.index.num_slots:
-            if start < len(token_ids):
-                self.index.write(self.index.end, self.values(token_ids[start:]))
-            return
+    def take(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens after those that are known, which are to be written; the index has room for them."""
+        new = token_ids[self._num_tokens :]
+        self._num_tokens += len(new)
+        self._num_free -= len(new)
+        if self._num_free > 0:
+            return new
         kept = token_ids[-MAX_OWN_SLOTS // 2 :]
-        self.index = TokenIndex(min(2 << len(kept).bit_length(), MAX_OWN_SLOTS))
-        self.index.write(0, self.values(kept))
+        num_slots = min(2 << len(kept).bit_length(), MAX_OWN_SLOTS)
+        self.index, self._num_free = TokenIndex(num_slots, self._library), num_slots - len(kept)
+        return kept
 
 
-def _follow(options: list[list[int]], num_known: int, least: float) -> tuple[list[int], float]:
-    """Return the most frequent continuation, and its expected number of right tokens.
-
-    It ends where its share of all options falls below ``least``. The first ``num_known`` tokens do not count.
-    """
-    total, share, found, score = len(options), 1.0, list[int](), 0.0
-    are_same = options.count(options[0]) == total
-    while not are_same:
-        column = [option[len(found)] for option in options]
-        token = max(column, key=column.count)
-        if column.count(token) < len(options):
-            options = [option for option, here in zip(options, column, strict=True) if here == token]
-            share, are_same = len(options) / total, options.count(options[0]) == len(options)
-        if not token or share < least:
-            return found, score
-        score += share if len(found) >= num_known else 0.0
-        found.append(token)
-    rest = options[0][len(found) :]
-    rest = rest[: rest.index(0)] if 0 in rest else rest
-    return found + rest, score + share * max(len(rest) - max(num_known - len(found), 0), 0)
+def _offset(partition: int) -> int:
+    """Return what the tokens of a partition are raised by: no sum is 0, which ends a text."""
+    return (partition << 32) + 1

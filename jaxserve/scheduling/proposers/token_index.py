@@ -1,11 +1,17 @@
-"""Index where runs of tokens occurred: 32 bytes per token, in arrays."""
+"""Index where runs of tokens occurred: 32 bytes per token, in arrays.
 
-from collections.abc import Sequence as Items
+``pallas_kernels/native/token_index.c`` has the same in C, on the same arrays.
+"""
+
+import ctypes
+from array import array
 from operator import mul
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from pallas_kernels import native_library
 
 SIZES = (16, 6, 2)
 """Lengths of the runs that are indexed."""
@@ -18,6 +24,20 @@ _MAX_PLACES = 16
 _FEW_TOKENS = 24  # up to which single writes are faster than NumPy
 
 
+def find_library() -> ctypes.CDLL | None:
+    """Return the native library, or None if it cannot run in this process."""
+    return declared(native_library.library()) if native_library.unavailable() is None else None
+
+
+def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the types of a library's functions on indexes; return the library."""
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.jaxserve_index_write.argtypes = (pointer, number, pointer, number, number)
+    library.jaxserve_propose.argtypes = (pointer, pointer, pointer, number, pointer, pointer)
+    library.jaxserve_index_write.restype = library.jaxserve_propose.restype = None
+    return library
+
+
 class TokenIndex:
     """A ring of tokens, and for each run of 2, 6 or 16 tokens the places where it occurred, the latest first.
 
@@ -27,24 +47,33 @@ class TokenIndex:
 
     Attributes:
         num_slots: Length of the ring, a power of two.
-        end: Slot after the last token written.
+        address: Address of the index for the native library.
 
     Args:
         num_slots: Length of the ring, a power of two.
+        library: The native library, which writes tokens; None: Python does.
     """
 
-    def __init__(self, num_slots: int):
-        self.num_slots, self.end = num_slots, 0
+    def __init__(self, num_slots: int, library: ctypes.CDLL | None = None):
+        self.num_slots, self._library = num_slots, library
         self._shift = 64 - (num_slots.bit_length() - 1)
         self._tokens = np.zeros(num_slots, np.int64)  # zero: no token
         self._earlier = [np.zeros(num_slots, np.int32) for _ in SIZES]  # of a run's last slot: the earlier place, or 0
         self._latest = [np.zeros(num_slots, np.int32) for _ in SIZES]  # of a bucket: the latest place, or 0
+        addresses = [each.ctypes.data for each in (self._tokens, *self._earlier, *self._latest)]
+        fields = np.array([num_slots, 0, *addresses], np.int64)
+        self._fields, self.address = fields.data, fields.ctypes.data
         # Single items of a memoryview are read three times as fast as those of an array.
         self._token = self._tokens.data
         self._links = [
             (size, earlier.data, latest.data)
             for size, earlier, latest in zip(SIZES, self._earlier, self._latest, strict=True)
         ]
+
+    @property
+    def end(self) -> int:
+        """Slot after the last token written."""
+        return self._fields[1]
 
     @property
     def num_bytes(self) -> int:
@@ -55,11 +84,21 @@ class TokenIndex:
         """Remove the tokens of some slots."""
         self._tokens[start:end] = 0
 
-    def write(self, start: int, tokens: Items[int]) -> None:
-        """Write tokens, none of which is 0, from a slot on; they go on with what is before, and end with no token."""
-        self.end = end = start + len(tokens)
-        self._tokens[start:end] = tokens
-        self._tokens[end : end + 1] = 0
+    def write(self, start: int, tokens: list[int], offset: int = 0) -> None:
+        """Write tokens from a slot on; they go on with what is before, and end before the ring does, with no token.
+
+        Args:
+            start: The first slot.
+            tokens: The tokens.
+            offset: Added to each: the sums are what the index knows, and none is 0.
+        """
+        if self._library is not None:
+            given = array("i", tokens)
+            self._library.jaxserve_index_write(self.address, start, given.buffer_info()[0], len(given), offset)
+            return
+        self._fields[1] = end = start + len(tokens)
+        self._tokens[start:end] = np.asarray(tokens, np.int64) + offset
+        self._tokens[end] = 0
         if len(tokens) > _FEW_TOKENS:
             for size, earlier, latest in zip(SIZES, self._earlier, self._latest, strict=True):
                 self._link_all(max(start, size - 1), size, earlier, latest)

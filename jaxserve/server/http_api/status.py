@@ -23,6 +23,7 @@ _NUMBERS = (
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"),
     *("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits"),
     *("compiles_after_ready", "corrupted_requests"),
+    *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
 )
 """The engine's metrics that the status page shows, without prefix."""
 _MODEL_FACTS = (

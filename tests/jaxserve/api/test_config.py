@@ -124,10 +124,10 @@ WRONG = [
         "long_prefill_token_threshold=8 splits prompts, but enable_chunked_prefill=False computes each in one step",
     ),
     ({"speculative_config": "ngram"}, "speculative_config: expected dict, got 'ngram'"),
-    ({"speculative_config": {}}, "speculative_config.method: expected one of ngram, suffix, got None"),
+    ({"speculative_config": {}}, "speculative_config.method: expected one of grammar, ngram, suffix, got None"),
     (
         {"speculative_config": {"method": "eagle3"}},
-        "speculative_config.method: expected one of ngram, suffix, got 'eagle3'",
+        "speculative_config.method: expected one of grammar, ngram, suffix, got 'eagle3'",
     ),
     ({"speculative_config": {"method": ["ngram"]}}, r"speculative_config.method: .*got \['ngram'\]"),
     (

@@ -137,6 +137,9 @@ def test_the_page_is_whole_and_makes_no_markup_of_text() -> None:
 # ---------------------------------------------------------------- the page in a browser
 
 
+DRAFTS = {"spec_decode_num_drafts": 10, "spec_decode_num_draft_tokens": 32, "spec_decode_num_accepted_tokens": 24}
+
+
 class LivelyEngine(ObservedEngine):
     """Each look at its numbers finds 50 generated and 20 prompt tokens more."""
 
@@ -155,7 +158,8 @@ class LivelyEngine(ObservedEngine):
             "prompt_tokens": Counter("jaxserve:prompt_tokens", {}, 20 * self.num_looks),
             "kv_cache_usage_perc": Gauge("jaxserve:kv_cache_usage_perc", {}, min(0.1 * self.num_looks, 0.875)),
         }
-        return [moving.get(one.name.removeprefix("jaxserve:"), one) for one in engine_numbers()]
+        numbers = [moving.get(one.name.removeprefix("jaxserve:"), one) for one in engine_numbers()]
+        return [*numbers, *(Counter(f"jaxserve:{name}", {}, each * self.num_looks) for name, each in DRAFTS.items())]
 
 
 @contextlib.contextmanager
@@ -231,6 +235,8 @@ def test_numbers_appear_and_move(browser: Any) -> None:
         assert page.locator("#running").text_content() == "2"
         assert page.locator("#waiting").text_content() == "1"
         assert page.locator("#hit-rate").text_content() == "40.0 %"
+        assert page.locator("#draft-length").text_content() == "3.2"
+        assert page.locator("#accepted").text_content() == "75.0 %"
         assert page.locator("#throughput-chart .one").get_attribute("points").count(",") >= 2
         facts = page.locator("#facts").text_content()
         for fact in ("LlamaForCausalLM", "data 2 × tensor 4", "800 tokens, 3.0 MiB", "xla", "bfloat16"):

@@ -9,6 +9,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.scheduling.sequence import Constraint
 from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
 from jaxserve.text.tokenizer import Tokenizer
+from tests.sequences import Taken
 
 VOCAB_SIZE = 70
 START, END = [60], [61, 62, 61, 63]
@@ -22,13 +23,13 @@ def allowed(mask: bytes | None) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist())
 
 
-class Fixed:
+class Fixed(Taken):
     """Allows the same tokens always; complete with one of them."""
 
     def __init__(self, tokens: set[int], last: int = -1) -> None:
+        super().__init__()
         self.tokens = tokens
         self.last = last
-        self.taken: list[int] = []
 
     def mask(self) -> bytes:
         """The bits."""

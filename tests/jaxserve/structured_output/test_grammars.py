@@ -16,8 +16,9 @@ from jaxserve.api.errors import EngineDeadError, RequestError
 from jaxserve.api.structured_params import StructuredOutputsParams
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.scheduling.sequence import Constraint
+from jaxserve.structured_output.grammar_constraint import Grammar
 from jaxserve.structured_output.grammar_source import GrammarLimits
-from jaxserve.structured_output.grammars import Grammar, GrammarCompiler
+from jaxserve.structured_output.grammars import GrammarCompiler
 from jaxserve.text.token_pieces import TextJoiner
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -16,6 +16,7 @@ from jaxserve.structured_output.reasoning import (
     open_section,
 )
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from tests.sequences import Taken
 
 OPEN, CLOSE = (5,), (6, 7)
 MARKS = ReasoningMarkers("qwen3", OPEN, CLOSE)
@@ -25,11 +26,8 @@ CHOICE = SamplingParams(
 )
 
 
-class Rule:
+class Rule(Taken):
     """Allows 1 and 2, and is complete with 2."""
-
-    def __init__(self) -> None:
-        self.taken: list[int] = []
 
     def mask(self) -> bytes:
         """The bits."""
