@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 
 from jaxserve.device import batch
+from jaxserve.device.held_masks import HeldMasks, LaneMasks
 from jaxserve.device.memory import return_freed_memory
 from jaxserve.device.pipeline import Pipeline
 from jaxserve.device.runner_interface import RowError, StepResult
@@ -131,6 +133,7 @@ class LocalRunner:
         pages = buckets.table_pages, model.page_size, model.num_pages
         sampling = model.config.vocab_size, tuple(model.arguments.values())
         self._lanes = [Slots(model.num_slots, *pages, *sampling, buckets.num_tables) for _ in range(model.num_lanes)]
+        self._held_masks = HeldMasks(model.rows_sharding)
         self._pipeline = Pipeline(self._stages) if len(self._stages) > 1 else None
         self._inputs = collections.deque[StepInputs](maxlen=len(self._stages))
         self._launched = collections.deque[PendingStep]()
@@ -190,13 +193,17 @@ class LocalRunner:
         num_samples = shape.sampler.num_samples
         mask = self._open_masks[num_samples]
         if any(masked):
-            masks = zip(self._lanes, masked, strict=True)
-            mask = _joined([slots.masks.array(samples, num_samples) for slots, samples in masks])
+            mask = self._held_masks.get(num_samples, masked, functools.partial(self._make_masks, num_samples, masked))
         buffer = _joined([batch.build(slots, plan, shape, VARIANTS.index(variant)) for slots, plan in lanes])
         inputs = StepInputs(plans, shape, step, variant, buffer, mask)
         if not is_masked and all(start == ON_DEVICE for plan in plans for start in plan.starts):
             self._inputs.append(inputs)
         return inputs
+
+    def _make_masks(self, num_samples: int, masked: LaneMasks) -> np.ndarray:
+        """Return the token masks of all lanes, of which ``masked`` do not allow all."""
+        lanes = zip(self._lanes, masked, strict=True)
+        return _joined([slots.masks.array(samples, num_samples) for slots, samples in lanes])
 
     def _copy_pages(self, copies: Sequence[Sequence[PageCopy]]) -> None:
         """Copy pages of each lane in every stage."""
@@ -225,6 +232,7 @@ class LocalRunner:
         assert not self._launched, "steps are in flight"
         for array in jax.tree.leaves(([stage.state for stage in self._stages], self._open_masks)):
             array.delete()
+        self._held_masks.forget()
         released = [(stage.model, stage.params) for stage in self._stages]
         self._open_masks = {}
         for stage in self._stages:
@@ -281,6 +289,7 @@ class LocalRunner:
             pending.wait()
         for array in jax.tree.leaves(self._open_masks):
             array.delete()
+        self._held_masks.forget()
         for stage in self._stages:
             stage.delete()
 

@@ -262,10 +262,12 @@ class TokenMasks:
         """Return a static mask together with a constraint's; None allows all."""
         if constrained is None:
             return self._all if words is None else words
-        given = np.frombuffer(constrained, np.int32)[: self._words]
-        constraint = np.zeros(self._words, np.int32)
-        constraint[: len(given)] = given
-        both = constraint & (self._all if words is None else words)
+        constraint = np.frombuffer(constrained, np.int32)[: self._words]
+        if len(constraint) < self._words:
+            constraint = np.pad(constraint, (0, self._words - len(constraint)))
+        if words is None:
+            return constraint
+        both = constraint & words
         return both if both.any() else constraint
 
     def _slot_mask(self, sampling: Sampling) -> _SlotMask:

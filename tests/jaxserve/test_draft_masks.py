@@ -57,21 +57,23 @@ PROMPTS = {11: "<think>sort 9 8 7", 12: "<think>1+1=", 13: "1+1=<think>\n"}
 
 
 @functools.cache
-def without_drafts() -> list[RequestOutput]:
-    """What an engine without speculative decoding returns."""
-    plain = Run(speculative_config=None, reasoning_parser="think")
+def without_drafts(layout: str) -> list[RequestOutput]:
+    """What an engine without speculative decoding returns, on the same devices where these count."""
+    plain = Run(speculative_config=None, reasoning_parser="think", **LAYOUTS.get(layout, {}))
     expected = plain.answers("none", MASKED, PROMPTS)
     plain.engine.close()
     assert all(one.finished for one in expected)
     return expected
 
 
+LAYOUTS = {"split logits": {"tensor_parallel_size": 2, "layout": "split_logits"}}
 RUNS: dict[str, dict[str, Any]] = {
     "overlapping": {"async_scheduling": True},
     "one step at a time": {"async_scheduling": False},
     "in stages": {"pipeline_parallel_size": 2},
     "few pages": {"num_gpu_blocks_override": 17},
     "replicas": {"data_parallel_size": 2},
+    **LAYOUTS,
 }
 
 
@@ -81,16 +83,16 @@ RUNS: dict[str, dict[str, Any]] = {
 )
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     made = Run(reasoning_parser="think", **RUNS[request.param])
+    made.learn(without_drafts(request.param))
     yield made
     assert made.counter("compiles_after_ready") == 0
     made.engine.close()
 
 
 @pytest.mark.parametrize("kind", ["right", "mixed", pytest.param("wrong", marks=pytest.mark.slow), "none"])
-def test_drafts_change_no_answer(run: Run, kind: str) -> None:
+def test_drafts_change_no_answer(run: Run, kind: str, request: pytest.FixtureRequest) -> None:
     """Right drafts are all kept; with none, there are those that grammars and budgets force."""
-    expected = without_drafts()
-    run.learn(expected)
+    expected = without_drafts(request.node.callspec.params["run"])
     before = counts(run)
     check_same(run.answers(kind, MASKED, PROMPTS), expected)
     drafted, accepted = (after - one for after, one in zip(counts(run), before, strict=True))
@@ -130,8 +132,7 @@ ROW_WORDS = TokenMasks._row_words
 @pytest.mark.parametrize("run", ["overlapping"], indirect=True)
 @pytest.mark.parametrize("name", BREAKS)
 def test_breaks_are_seen(run: Run, name: str) -> None:
-    expected = without_drafts()
-    run.learn(expected)
+    expected = without_drafts("overlapping")
     with mock.patch.object(*BREAKS[name]):
         found = run.answers("mixed", MASKED, PROMPTS)
     with pytest.raises(AssertionError):

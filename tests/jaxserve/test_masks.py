@@ -1,8 +1,10 @@
 """Masks of rows: their bits, when they apply, and what is left where rules leave nothing."""
 
+import jax
 import numpy as np
 import pytest
 
+from jaxserve.device.held_masks import HeldMasks
 from jaxserve.device.slots import MaskedSample, TokenMasks
 from jaxserve.scheduling.plan import Sampling, SlotMask, SlotSetup, StepPlan
 from jaxserve.scheduling.row_starts import RowStarts
@@ -106,3 +108,28 @@ def test_each_sample_of_a_row_has_the_mask_of_its_position() -> None:
     expected[5] = np.arange(64) == 40
     expected[7] = np.arange(64) == 41
     np.testing.assert_array_equal(found, expected)
+
+
+def test_masks_stay_on_the_device_while_they_are_the_same() -> None:
+    """From the second step on; words may be equal or identical, samples and shapes must be the same."""
+    held = HeldMasks(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    masks, made = TokenMasks(64), list[np.ndarray]()
+
+    def get(*words: int, num_samples: int = 4, first: int = 0) -> jax.Array | np.ndarray:
+        samples = [MaskedSample(first + i, np.array([word, 0], np.int32)) for i, word in enumerate(words)]
+
+        def make() -> np.ndarray:
+            made.append(masks.array(samples, num_samples))
+            return made[-1]
+
+        found = held.get(num_samples, [samples], make)
+        np.testing.assert_array_equal(found, masks.array(samples, num_samples))
+        return found
+
+    one, two, three = get(1, 2), get(1, 2), get(1, 2)
+    assert one is made[0] and isinstance(two, jax.Array) and three is two and len(made) == 1
+    others = [get(1, 3), get(1), get(1, first=1), get(1, first=1, num_samples=8), get(1, 2)]
+    assert [one is other for one, other in zip(others, made[1:], strict=True)] == [True] * 5
+    held.forget()
+    get(1, 2)
+    assert len(made) == 7
