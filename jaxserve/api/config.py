@@ -126,6 +126,9 @@ class EngineConfig:
         expert_load_metrics: Count the tokens routed to each expert, for the metric ``jaxserve:expert_tokens`` and
             ``LLM.expert_load``. The number is that of groups of consecutive layers that the metric distinguishes, so 1
             gives a time series per expert. 0: no counting.
+        per_request_spec_decode_metrics: Report the drafts of each completion, once it is finished, as
+            ``CompletionOutput.spec_decode_metrics`` and in the server's responses (``metrics.speculative_decoding``):
+            ``summary`` counts them by the number of accepted tokens, ``detailed`` also lists them; ``none``: no report.
         disable_log_stats: Disable the periodic log line and per-request metrics.
         compilation_cache_dir: Directory that keeps compiled programs for the next start; empty disables it.
         warm_up: Run every program once before the engine is ready, so that no request waits for work that XLA delays
@@ -185,6 +188,7 @@ class EngineConfig:
     kernels: str | None = None
     num_threads: int | None = None
     expert_load_metrics: int = 0
+    per_request_spec_decode_metrics: str = "none"
     disable_log_stats: bool = True
     compilation_cache_dir: str | None = None
     warm_up: bool = True

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxserve.api.config import EngineConfig
+from jaxserve.api.draft_metrics import DraftReport
 from jaxserve.api.errors import MemoryPlanError, RequestError
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
@@ -179,6 +180,7 @@ def make_admission(
         reasoning=writable_markers(reasoning_markers(reasoning, tokenizer), model.vocab_size),
         rope=model.rope if has_length_regimes(model.rope) else None,
         model_key=key.encode(),
+        draft_report=DraftReport.at_level(config.per_request_spec_decode_metrics, config.num_speculative_tokens),
         generates=model.has_head,
     )
     grammars = None if tokenizer is None else GrammarCompiler(tokenizer, model.vocab_size, eos_ids)

@@ -133,6 +133,10 @@ def drop_rejected(
             continue
         num_accepted = max(len(new), 1) - 1
         accepted.append(num_accepted)
+        sequence.drafted.append(num_samples - 1)
+        sequence.accepted.append(num_accepted)
+        sequence.num_draft_tokens += num_samples - 1
+        sequence.num_accepted_tokens += num_accepted
         counts.num_tokens += num_samples - 1
         chooser.add_row(step.proposed[sequence], num_samples - 1, num_accepted)
         num_rejected = num_samples - 1 - num_accepted

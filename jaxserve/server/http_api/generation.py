@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxserve.api.draft_metrics import RequestSpecDecodeMetrics
 from jaxserve.api.errors import RequestError
 from jaxserve.api.field_checks import flag, text
 from jaxserve.api.outputs import RequestOutput
@@ -31,9 +32,9 @@ from jaxserve.server.http_api.fields import (
     read_fields,
     whole,
 )
+from jaxserve.server.http_api.merged_outputs import generate_all
 from jaxserve.server.http_api.responses import DONE, json_response, json_text, send_events, unused_fields_header
 from jaxserve.server.packed_logprobs import write_output
-from jaxserve.server.request_log import RequestEntry
 from jaxserve.server.settings import ServerConfig
 
 VERSION = importlib.metadata.version("jaxserve")
@@ -197,54 +198,6 @@ def prompt_requests(
 # ---------------------------------------------------------------------------------------------------------- responses
 
 
-async def generate_all(
-    call: HttpCall, entries: Sequence[RequestEntry]
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Admit requests together, and yield the outputs of each with the request's index, as they come.
-
-    An error of one request aborts the others.
-
-    Raises:
-        JaxserveError: As ``Ledger.admit`` and ``Frontend.generate``.
-    """
-    frontend = call.frontend
-    with frontend.ledger.admit(call.caller, sum(entry.request.params.n for entry in entries)):
-        if len(entries) == 1:
-            async with aclosing(frontend.generate(entries[0])) as outputs:
-                async for output in outputs:
-                    yield 0, output
-            return
-
-        # At most one output waits here: while the reader is busy, the engine client merges the deltas of each request.
-        queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(1)
-
-        async def forward(index: int, entry: RequestEntry) -> None:
-            end: Exception | None = None
-            try:
-                async with aclosing(frontend.generate(entry)) as outputs:
-                    async for output in outputs:
-                        await queue.put((index, output))
-            except Exception as error:
-                end = error
-            await queue.put((index, end))
-
-        tasks = [asyncio.create_task(forward(index, entry)) for index, entry in enumerate(entries)]
-        try:
-            num_left = len(tasks)
-            while num_left:
-                index, output = await queue.get()
-                if isinstance(output, Exception):
-                    raise output
-                if output is None:
-                    num_left -= 1
-                else:
-                    yield index, output
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def response_head(frontend: Frontend, prefix: str, kind: str) -> dict[str, Any]:
     """Return the first fields of a response: a new id with this prefix, its kind, time, model and version."""
     return {
@@ -313,6 +266,7 @@ class GenerationResponse(abc.ABC):
         self._headers = unused_fields_header(call.unused)
         self.head = response_head(call.frontend, id_prefix, kind)
         self.more: dict[str, Any] = {}
+        self._drafts: list[RequestSpecDecodeMetrics] = []
 
     @abc.abstractmethod
     def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
@@ -335,9 +289,10 @@ class GenerationResponse(abc.ABC):
         async with aclosing(generate_all(self.call, self._entries)) as outputs:
             async for prompt, output in outputs:
                 await self.prepare(prompt, output)
+                self._note_drafts(output)
                 choices += await write_output(output, self.choices, prompt, output)
         choices.sort(key=lambda choice: choice["index"])
-        body = {**self.head, "choices": choices, **self.more, "usage": self._usage()}
+        body = {**self.head, "choices": choices, **self.more, "usage": self._usage(), **self._metrics()}
         if self.params.num_logprobs is None and self.params.prompt_logprobs is None:
             return json_response(body, headers=self._headers)
         return await asyncio.to_thread(json_response, body, headers=self._headers)  # it may be long
@@ -351,10 +306,13 @@ class GenerationResponse(abc.ABC):
         async with aclosing(generate_all(self.call, self._entries)) as outputs:
             async for prompt, output in outputs:
                 await self.prepare(prompt, output)
+                self._note_drafts(output)
                 events = await write_output(output, self._chunk_events, begin, prompt, output)
                 if events:
                     yield events
-        yield (_event(begin, {"choices": [], "usage": self._usage()}) if self.has_usage else b"") + DONE
+        yield (
+            _event(begin, {"choices": [], "usage": self._usage(), **self._metrics()}) if self.has_usage else b""
+        ) + DONE
 
     def _chunk_events(self, begin: str, prompt: int, output: RequestOutput) -> bytes:
         chunks = self.chunks(prompt, output)
@@ -365,6 +323,16 @@ class GenerationResponse(abc.ABC):
                 num_generated = 0 if self.is_echo_only else entry.num_generated[index]
                 chunk.setdefault("usage", usage_object(entry.num_prompt_tokens or 0, num_generated))
         return b"".join(_event(begin, chunk) for chunk in chunks)
+
+    def _note_drafts(self, output: RequestOutput) -> None:
+        self._drafts += [one.spec_decode_metrics for one in output.outputs if one.spec_decode_metrics is not None]
+
+    def _metrics(self) -> dict[str, Any]:
+        """Return the field ``metrics`` if drafts are reported: null unless there is a single choice."""
+        if not self._drafts:
+            return {}
+        first, *others = self._drafts
+        return {"metrics": None if others else {"speculative_decoding": first.to_dict()}}
 
     def _usage(self) -> dict[str, Any]:
         num_prompt = sum(entry.num_prompt_tokens or 0 for entry in self._entries)
