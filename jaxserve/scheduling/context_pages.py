@@ -174,6 +174,7 @@ class ContextPages:
     Args:
         allocator: Allocator of the pages of all page tables.
         windows: Sliding window of each page table; None for full attention.
+        num_lookahead: Tokens after those of a row that a drafter on the device takes in.
 
     Attributes:
         cache: Prefix cache lookups and registrations.
@@ -181,7 +182,8 @@ class ContextPages:
         num_hit_tokens: Prompt tokens found in the cache.
     """
 
-    def __init__(self, allocator: PageAllocator, windows: Iterable[KVWindow | None] = (None,)):
+    def __init__(self, allocator: PageAllocator, windows: Iterable[KVWindow | None] = (None,), num_lookahead: int = 0):
+        self._num_lookahead = num_lookahead
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._allocator = allocator
@@ -283,6 +285,10 @@ class ContextPages:
             pass
         return min(end, sequence.num_pages * self._page_size)
 
+    def with_lookahead(self, sequence: Sequence, end: int) -> int:
+        """Return the position up to which a sequence with tokens up to ``end`` should have pages if any are free."""
+        return max(end, min(end + self._num_lookahead, sequence.max_length - 1))
+
     def grants(self, sequence: Sequence) -> list[PageGrant]:
         """Return the page table updates that the device has not seen: each from the first changed page on."""
         grants: list[PageGrant] = []
@@ -294,7 +300,9 @@ class ContextPages:
         return grants
 
     def shrink(self, sequence: Sequence) -> None:
-        """Free the pages of a decoding sequence after its known and pending tokens."""
+        """Free the pages of a decoding sequence after its known and pending tokens, unless a drafter writes there."""
+        if self._num_lookahead:
+            return
         num_kept = self._allocator.pages_for(sequence.num_computed + 1)
         for table in sequence.tables:
             if len(table.pages) > num_kept:
