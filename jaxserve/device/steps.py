@@ -116,8 +116,8 @@ def trace_hidden(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
         hidden: Float[Array, "T D"] | None = None,
     ) -> tuple[tuple[Pools, ...], HiddenOutput]:
         batch = sharded.unpack(buffer, shape, latest)
-        x, written, expert_tokens = sharded.model(arrays).hidden(batch, pools, attention, hidden)
-        return tuple(written), HiddenOutput(x, expert_tokens)
+        found = sharded.model(arrays).hidden(batch, pools, attention, hidden)
+        return tuple(found.pools), HiddenOutput(found.x, found.expert_tokens)
 
     pools, buffer = sharded.abstract_all_pools(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
     given = sharded.abstract_input(shape.num_tokens)
@@ -222,7 +222,7 @@ def run_layers(
     """
     first = batch.tokens.at[batch.attention[0].query_starts].get(mode="clip")
     tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first, split))
-    hidden, pools, expert_tokens = model.hidden(batch, state.pools, settings, x)
+    hidden, pools, expert_tokens, _ = model.hidden(batch, state.pools, settings, x)
     kept, sums = state.sums, None
     if not settings.decode_only:
         kept, sums = _pool_hidden(model, hidden, kept, batch, row_tile)
