@@ -20,7 +20,7 @@ FLAGS = {
     "as it comes": "",
     "fusions untuned": "--xla_gpu_experimental_enable_fusion_autotuner=false",
     "cuBLAS alone": "--xla_gpu_experimental_enable_fusion_autotuner=false --xla_gpu_enable_triton_gemm=false",
-    "nothing tuned": "--xla_gpu_autotune_level=0",
+    "nothing tuned": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false",
 }
 _NUM_LAYERS = 4
 _START_LIMIT_S = 200.0
