@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +12,19 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
-from safetensors.numpy import load_file
 
 from checkpoints import CheckpointError
 from jaxserve.api.errors import ConfigError
 from jaxserve.layers.attention import AttentionSettings, Pools, choose_attention
 from jaxserve.layers.parallel import Scope
-from jaxserve.models.abstract import AbstractModel, abstract_head
 from jaxserve.models.causal_lm import CausalLM, TokenBatch
 from jaxserve.models.drafters.draft_head import DraftHead
-from jaxserve.models.drafters.eagle3 import Eagle3Head
 from jaxserve.models.drafters.eagle3_config import read_eagle3
-from jaxserve.models.drafters.mtp import MTPHead, check_has_layer, mtp_config
+from jaxserve.models.drafters.mtp import mtp_config
+from jaxserve.models.drafters.source import find_head
 from jaxserve.models.layer_stack import HiddenStates
-from jaxserve.models.loading import load_model, load_weights, read_model_config
+from jaxserve.models.loading import load_model, read_model_config
+from jaxserve.models.output_head import model_listings
 from pallas_kernels import AttentionBatch
 from tests import draft_heads
 from tests.draft_heads import HEAD, Tensors, as_speculators, write_eagle3, write_mtp
@@ -46,9 +45,13 @@ FORMS: dict[str, dict[str, Any]] = {
 LENGTH = 9
 
 
-def abstract(build: Callable[[Scope], DraftHead]) -> AbstractModel:
-    device = SingleDeviceSharding(jax.devices()[0])
-    return abstract_head(build, Scope(), lambda axes: device)
+def load(method: str, directory: Path, target: Path) -> DraftHead:
+    """Checks and loads a head on one device, as the engine does."""
+    device, config = SingleDeviceSharding(jax.devices()[0]), read_model_config(target)
+    source = find_head(method, directory, config)
+    head = source.abstract(Scope(), lambda axes: device)
+    source.check(head, model_listings(config))
+    return head.merge_module(source.load(head, model_listings(config)))
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +88,6 @@ def drafted(head: DraftHead, target: CausalLM, tokens: np.ndarray, states: jax.A
     return np.asarray(logits), np.asarray(head.logits(target, last.x))
 
 
-def load_eagle3(directory: Path, target: Path) -> Eagle3Head:
-    read = read_eagle3(directory, read_model_config(target))
-    model = abstract(lambda scope: Eagle3Head(read, scope=scope))
-    return model.merge_module(load_weights(directory, model))
-
-
 def embedding(target: CausalLM) -> np.ndarray:
     assert target.embed is not None
     return np.asarray(target.embed.weight[...])
@@ -113,7 +110,7 @@ def test_eagle3_drafts_what_its_files_say(llama: tuple[Path, CausalLM], form: st
     directory, target = llama
     config, random = FORMS[form], np.random.default_rng(3)
     tensors = write_eagle3(tmp_path / "head", config)
-    head = load_eagle3(tmp_path / "head", directory)
+    head = load("eagle3", tmp_path / "head", directory)
     assert head.aux_layers == ((0, 3, 7) if "eagle_config" in config else (2, 4, 5))
     tokens, table = random.integers(0, 51, LENGTH), embedding(target)
     aux = random.normal(size=(LENGTH, 48)).astype(np.float32)
@@ -140,10 +137,10 @@ def test_eagle3_drafts_what_its_files_say(llama: tuple[Path, CausalLM], form: st
 def test_a_head_saved_by_torch_is_the_same(llama: tuple[Path, CausalLM], tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     tensors = write_eagle3(tmp_path, HEAD)
-    one = load_eagle3(tmp_path, llama[0])
+    one = load("eagle3", tmp_path, llama[0])
     (tmp_path / "model.safetensors").unlink()
     torch.save({name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, tmp_path / "pytorch_model.bin")
-    other = load_eagle3(tmp_path, llama[0])
+    other = load("eagle3", tmp_path, llama[0])
     assert one.token_ids == other.token_ids
     for each, expected in zip(jax.tree.leaves(nnx.state(other)), jax.tree.leaves(nnx.state(one)), strict=True):
         np.testing.assert_array_equal(each, expected)
@@ -151,10 +148,7 @@ def test_a_head_saved_by_torch_is_the_same(llama: tuple[Path, CausalLM], tmp_pat
 
 def test_mtp_drafts_what_its_files_say(tmp_path: Path) -> None:
     tensors = write_mtp(tmp_path, DEEPSEEK)
-    config, target = mtp_config(read_model_config(tmp_path)), load_model(tmp_path)
-    model = abstract(lambda scope: MTPHead(config, scope=scope))
-    check_has_layer(config, tensors, tmp_path)
-    head = cast(MTPHead, model.merge_module(load_weights(tmp_path, model, lambda: model.listings)))
+    head, target = load("mtp", tmp_path, tmp_path), load_model(tmp_path)
     random = np.random.default_rng(5)
     tokens, table = random.integers(0, 51, LENGTH), embedding(target)
     hidden = random.normal(size=(LENGTH, 16)).astype(np.float32)
@@ -213,15 +207,14 @@ def test_a_projection_of_another_width_is_refused(llama: tuple[Path, CausalLM], 
     changed: dict[str, Any] = {"fc.weight": np.zeros((16, 32), np.float32)}
     write_eagle3(tmp_path, HEAD, **changed)
     with pytest.raises(CheckpointError, match=r"fc.weight has shape \[16, 32\], expected \[16, 48\]"):
-        load_eagle3(tmp_path, llama[0])
+        load("eagle3", tmp_path, llama[0])
 
 
 def test_models_without_the_layer_are_refused(llama: tuple[Path, CausalLM], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'mtp': LlamaForCausalLM has no layer for multi-token prediction"):
         mtp_config(read_model_config(llama[0]))
     write_checkpoint(tmp_path, DEEPSEEK, 0)
-    config = read_model_config(tmp_path)
     with pytest.raises(ConfigError, match="num_nextn_predict_layers=0"):
         mtp_config(read_model_config(tmp_path, {"num_nextn_predict_layers": 0}))
     with pytest.raises(ConfigError, match=r"has no tensors of .*, model.layers.2, which quantized copies"):
-        check_has_layer(mtp_config(config), load_file(tmp_path / "model.safetensors"), tmp_path)
+        load("mtp", tmp_path, tmp_path)
