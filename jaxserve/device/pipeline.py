@@ -50,8 +50,8 @@ class Pipeline:
     def run(
         self, plans: Sequence[StepPlan], shape: BatchShape, buffer: np.ndarray
     ) -> tuple[list[jax.Array], list[Any]]:
-        """Launch a step of every stage but the last; return the last stage's hidden states, and the expert tokens of
-        each stage that counts them.
+        """Launch a step of every stage but the last; return the last stage's ``abstract_input``, and the expert tokens
+        of each stage that counts them.
 
         Args:
             plans: Plan of each lane.
@@ -62,7 +62,8 @@ class Pipeline:
         returned = self._needed(plans)
         for stage, latest, sharding in zip(self._earlier, returned.latest, self._next, strict=True):
             output = stage.run_layers(shape, latest, buffer, *hidden)
-            hidden = [jax.device_put(output.hidden, sharding)]
+            given = [output.hidden, *([] if output.aux is None else [output.aux])]
+            hidden = [jax.device_put(each, sharding) for each in given]
             if output.expert_tokens is not None:
                 expert_tokens.append(output.expert_tokens)
         return hidden, expert_tokens

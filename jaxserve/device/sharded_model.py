@@ -77,6 +77,7 @@ class ShardedModel:
         truncation: Implementation of min-p, top-k and top-p; None for the best on the mesh's devices.
         counts_expert_tokens: Whether steps count the tokens routed to each expert.
         stage: The layers of this stage; None for the whole model.
+        aux_layers: Layers whose inputs a draft head reads; None without a head.
     """
 
     config: ModelConfig
@@ -95,6 +96,7 @@ class ShardedModel:
     truncation: Truncation | None = None
     counts_expert_tokens: bool = False
     stage: StageLayers | None = None
+    aux_layers: tuple[int, ...] | None = None
 
     @property
     def is_first(self) -> bool:
@@ -144,7 +146,10 @@ class ShardedModel:
     def abstract_model(self) -> AbstractModel:
         """The module without weights; every step is traced from it."""
         scope = Scope(parallel=self.parallel, policy=self.policy)
-        return abstract_model(self.config, scope, lambda axes: self.layout.sharding(self.mesh, *axes), self.stage)
+        drafts = self.aux_layers is not None
+        return abstract_model(
+            self.config, scope, lambda axes: self.layout.sharding(self.mesh, *axes), self.stage, drafts
+        )
 
     def whole_model(self) -> AbstractModel:
         """Return the whole model's module without weights, as if this stage's devices had all layers."""
@@ -243,12 +248,18 @@ class ShardedModel:
         return LatestTokens(*[self.rows_struct((self.num_slots,), jnp.int32)] * 2)
 
     def abstract_input(self, num_tokens: int) -> tuple[Any, ...]:
-        """Return shape and sharding of the hidden states that this stage is given; none for one that embeds tokens."""
-        return () if self.is_first else (self.abstract_hidden(num_tokens),)
+        """Return shapes and shardings of what the stage before hands over: hidden states, and the inputs of those of
+        its layers and earlier ones that a draft head reads; none for a stage that embeds tokens."""
+        if self.is_first:
+            return ()
+        num_aux = sum(layer < self.layers.start for layer in self.aux_layers or ())
+        hidden = self.abstract_hidden(num_tokens)
+        return (hidden, self.abstract_hidden(num_tokens, num_aux)) if num_aux else (hidden,)
 
-    def abstract_hidden(self, num_tokens: int) -> Any:
-        """Return shape and sharding of the hidden states that one stage hands over to the next."""
-        return self.rows_struct((num_tokens, self.config.hidden_size), self.policy.activations_dtype)
+    def abstract_hidden(self, num_tokens: int, num_layers: int = 1) -> Any:
+        """Return shape and sharding of hidden states that one stage hands over to the next, of some layers side by
+        side."""
+        return self.rows_struct((num_tokens, num_layers * self.config.hidden_size), self.policy.activations_dtype)
 
     def abstract_state(self) -> StepState:
         """Return shapes and shardings of the ``StepState``."""

@@ -18,6 +18,7 @@ from jaxserve.layers.attention_chunks import chunks_of
 from jaxserve.layers.row_sums import add_tokens
 from jaxserve.layers.rows import map_rows
 from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.layer_stack import side_by_side
 from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxserve.sampling.penalties import SlotTables, counted
 from jaxserve.sampling.sampler import NO_TOKEN, SamplerSettings, sample
@@ -93,17 +94,19 @@ class HiddenOutput(NamedTuple):
     Attributes:
         hidden: Hidden state of each query token after the stage's last layer.
         expert_tokens: Tokens routed to each expert of each of its layers with experts; None unless they are counted.
+        aux: Inputs of the layers so far that a draft head reads, side by side; None if it reads none of them.
     """
 
     hidden: Float[Array, "T D"]
     expert_tokens: Int[Array, "layers E"] | None
+    aux: Float[Array, "T aux"] | None
 
 
 def trace_hidden(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
     """Trace a stage that is not the last, for the steps of a batch shape.
 
-    The traced function maps (packed parameters, pools, ``LatestTokens``, buffer, hidden states) to (pools,
-    ``HiddenOutput``) and donates the pools. The first stage has no hidden states among its arguments.
+    The traced function maps (packed parameters, pools, ``LatestTokens``, buffer, ``abstract_input``) to (pools,
+    ``HiddenOutput``) and donates the pools. The first stage is given no hidden states.
     """
     sharded = sharded.for_shape(shape)
     attention = attention_settings(sharded, shape)
@@ -113,11 +116,12 @@ def trace_hidden(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
         pools: tuple[Pools, ...],
         latest: LatestTokens,
         buffer: Int[Array, " size"],
-        hidden: Float[Array, "T D"] | None = None,
+        x: Float[Array, "T D"] | None = None,
+        aux: Float[Array, "T aux"] | None = None,
     ) -> tuple[tuple[Pools, ...], HiddenOutput]:
         batch = sharded.unpack(buffer, shape, latest)
-        found = sharded.model(arrays).hidden(batch, pools, attention, hidden)
-        return tuple(found.pools), HiddenOutput(found.x, found.expert_tokens)
+        found = sharded.model(arrays).hidden(batch, pools, attention, x, sharded.aux_layers or ())
+        return tuple(found.pools), HiddenOutput(found.x, found.expert_tokens, side_by_side(aux, found.aux))
 
     pools, buffer = sharded.abstract_all_pools(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
     given = sharded.abstract_input(shape.num_tokens)

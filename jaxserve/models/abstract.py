@@ -155,10 +155,20 @@ def outline(config: ModelConfig, scope: Scope) -> CausalLM:
 
 
 def abstract_model(
-    config: ModelConfig, scope: Scope, sharding: ShardingOf, stage: StageLayers | None = None
+    config: ModelConfig,
+    scope: Scope,
+    sharding: ShardingOf,
+    stage: StageLayers | None = None,
+    drafts: bool = False,
 ) -> AbstractModel:
-    """Return a model or one of its stages without values; ``sharding`` returns an array's sharding from its logical
-    axes.
+    """Return a model or one of its stages without values.
+
+    Args:
+        config: The model.
+        scope: Its scope.
+        sharding: Returns an array's sharding from its logical axes.
+        stage: The stage; None for the whole model.
+        drafts: Whether its last stage drafts; see ``CausalLM.keep_stage``.
 
     Raises:
         ConfigError: The model cannot be split over that many devices.
@@ -167,7 +177,7 @@ def abstract_model(
     whole = outline(config, scope)
     module = nnx.clone(whole)
     if stage is not None:
-        module.keep_stage(stage)
+        module.keep_stage(stage, drafts)
     return _abstract(module, whole, scope, sharding)
 
 

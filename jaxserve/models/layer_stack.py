@@ -71,6 +71,15 @@ def run_layers(
     )
 
 
+def side_by_side(
+    first: Float[Array, "rows first"] | None, second: Float[Array, "rows second"] | None
+) -> Float[Array, "rows both"] | None:
+    """Return the inputs of layers, of earlier stages and of this one, side by side; None if there are none."""
+    if first is None or second is None:
+        return second if first is None else first
+    return jnp.concatenate([first, second], 1)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 5))
 def _run_layer(
     graphdef: nnx.GraphDef,
