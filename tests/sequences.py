@@ -1,10 +1,13 @@
 """Sequences of requests that only a scheduler runs."""
 
+import abc
+from collections.abc import Sequence as Items
 from typing import Any
 
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_params import RepetitionDetectionParams
+from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -36,14 +39,30 @@ def name_of(sequence: Sequence) -> str:
     return sequence.request.request_id
 
 
-class NoState:
-    """A proposer's life cycle, for one that keeps nothing of a sequence."""
+def proposed(proposer: DraftProposer, sequence: Sequence) -> list[int]:
+    """Return what a proposer proposes for a sequence."""
+    (drafts,) = proposer.propose([sequence])
+    return drafts
+
+
+class NoState(abc.ABC):
+    """A proposer that takes one sequence after the other, and keeps nothing of them."""
+
+    @abc.abstractmethod
+    def follow(self, sequence: Sequence) -> list[int]:
+        """Return tokens that may follow a sequence's."""
+
+    def propose(self, sequences: Items[Sequence]) -> list[list[int]]:
+        """Return them for each sequence."""
+        return [self.follow(sequence) for sequence in sequences]
 
     def finish(self, sequence: Sequence) -> None:
         """Nothing is kept."""
+        del sequence
 
     def forget(self, sequence: Sequence) -> None:
         """Nothing was kept."""
+        del sequence
 
 
 STOP_STRING = "the stop string"

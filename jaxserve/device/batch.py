@@ -37,7 +37,7 @@ def build(slots: Slots, plan: StepPlan, shape: BatchShape, variant: int) -> np.n
     views["slots"][:num_rows] = rows
     views["sampled_slots"][:num_rows] = np.where(num_samples, rows, slots.num_slots)
     views["counted_slots"][:num_rows] = np.where(starts >= slots.counted_from[rows], rows, slots.num_slots)
-    num_single = num_rows if num_tokens == num_rows else int((lengths != 1).argmax())
+    num_single = num_rows if shape.decode_only else _num_single(lengths)
     views["num_shared_pages"][...] = _num_shared_pages(slots, rows[:num_single], starts[:num_single])
     if plan.targets:
         _fill_targets(slots, views, plan, ends)
@@ -48,6 +48,12 @@ def build(slots: Slots, plan: StepPlan, shape: BatchShape, variant: int) -> np.n
     views["num_rows"][...] = num_rows
     views["variant"][...] = variant
     return buffer
+
+
+def _num_single(lengths: np.ndarray) -> int:
+    """Return the number of leading rows of one token."""
+    is_longer = lengths != 1
+    return int(is_longer.argmax()) if is_longer.any() else len(lengths)
 
 
 def _padding(slots: Slots, shape: BatchShape) -> np.ndarray:

@@ -19,12 +19,14 @@ class Buckets:
     """Sizes of the batch shapes to compile.
 
     Attributes:
-        decode_rows: Rows of each decode shape, ascending.
+        decode_rows: Rows of each decode shape without drafts, ascending.
         mixed_tokens: Query tokens of each mixed shape, ascending.
         max_num_seqs: Most rows per step.
         table_pages: M, pages of the longest context.
         multiple: Rows and tokens of every shape are a multiple of this; tokens of mixed shapes may be one of more.
-        max_samples: Most samples per row of a mixed step: one plus the number of drafts.
+        max_samples: Most samples per row: one plus the number of drafts.
+        max_step_samples: Most samples of all rows; None for as many as rows and tokens allow.
+        draft_rows: Rows of each decode shape with drafts, ascending; none if empty: these steps run in mixed shapes.
         num_tables: Number of page tables per row.
         num_arguments: Logits processor arguments per row.
     """
@@ -35,6 +37,8 @@ class Buckets:
     table_pages: int
     multiple: int = 1
     max_samples: int = 1
+    max_step_samples: int | None = None
+    draft_rows: tuple[int, ...] = ()
     num_tables: int = 1
     num_arguments: int = 0
 
@@ -48,6 +52,7 @@ class Buckets:
         compile_sizes: Mapping[str, Sequence[int]] | None = None,
         skips_padding: bool = False,
         max_samples: int = 1,
+        max_step_samples: int | None = None,
         num_tables: int = 1,
         token_multiple: int = 1,
     ) -> "Buckets":
@@ -57,7 +62,8 @@ class Buckets:
         most a third of a step is padding. Decode shapes have them from 16 rows on if ``max_num_seqs`` is at most 64;
         this keeps the number of programs below 40. If kernels skip padding (``skips_padding``), the sizes are the
         largest one, an eighth of it, and so on. All sizes are rounded up to multiples of ``multiple``, those of mixed
-        shapes also to multiples of ``token_multiple``, the number of devices that share the tokens of a step.
+        shapes also to multiples of ``token_multiple``, the number of devices that share the tokens of a step. With
+        drafts, no default sizes are halfway, and decode shapes with drafts have the most rows, an eighth, and so on.
 
         Raises:
             ConfigError: A size in ``compile_sizes`` is larger than any step, or no mixed size holds the largest step.
@@ -68,18 +74,25 @@ class Buckets:
         if skips_padding:
             defaults = _eighths(_FEWEST_ROWS, max_num_seqs), _eighths(_FEWEST_TOKENS, max_num_batched_tokens)
         else:
-            few_from = 16 if max_num_seqs <= _FEW_ROWS else max_num_seqs
-            smallest = min(_SMALLEST_MIXED, max_num_batched_tokens)
-            defaults = _ladder(1, max_num_seqs, few_from), _ladder(smallest, max_num_batched_tokens, 64)
+            halfway = max_samples == 1
+            few_from = 16 if halfway and max_num_seqs <= _FEW_ROWS else max_num_seqs
+            smallest, many_from = (
+                min(_SMALLEST_MIXED, max_num_batched_tokens),
+                64 if halfway else max_num_batched_tokens,
+            )
+            defaults = _ladder(1, max_num_seqs, few_from), _ladder(smallest, max_num_batched_tokens, many_from)
         decode, mixed = (
             tuple(sorted({_round_up(size, to) for size in given.get(kind) or sizes}))
             for (kind, to), sizes in zip(multiples.items(), defaults, strict=True)
         )
-        return cls(decode, mixed, max_num_seqs, table_pages, multiple, max_samples, num_tables)
+        drafts = draft_rows(max_num_seqs, skips_padding) if max_samples > 1 else ()
+        rows = tuple(sorted({_round_up(size, multiple) for size in drafts}))
+        samples = max_samples, None if max_step_samples is None else _round_up(max_step_samples, multiple)
+        return cls(decode, mixed, max_num_seqs, table_pages, multiple, *samples, rows, num_tables)
 
     def shapes(self) -> list[BatchShape]:
         """Return all shapes except ``scoring_shape``, decode shapes first."""
-        return [*self._decode_shapes, *self._mixed_shapes]
+        return [*self._decode_shapes, *self._draft_shapes, *self._mixed_shapes]
 
     def shape_for(self, num_tokens: int, decode_only: bool) -> BatchShape:
         """Return the smallest shape that holds a step of ``num_tokens`` query tokens.
@@ -90,6 +103,11 @@ class Buckets:
             return self._decode_shapes[bisect.bisect_left(self.decode_rows, num_tokens)]
         return self._mixed_shapes[bisect.bisect_left(self.mixed_tokens, num_tokens)]
 
+    def draft_shape_for(self, num_rows: int, num_tokens: int) -> BatchShape:
+        """Return the smallest shape that holds a decode step with drafts."""
+        fitting = (s for s in self._draft_shapes if s.num_rows >= num_rows and s.num_tokens >= num_tokens)
+        return next(fitting, None) or self.shape_for(num_tokens, decode_only=False)
+
     @property
     def scoring_shape(self) -> BatchShape:
         """The one shape for steps with prompt logprobs on accelerators, where they are rare."""
@@ -97,23 +115,39 @@ class Buckets:
 
     @functools.cached_property
     def _decode_shapes(self) -> list[BatchShape]:
-        return [self._shape(rows, decode_only=True) for rows in self.decode_rows]
+        return [self._shape(rows, rows, max_samples=1) for rows in self.decode_rows]
+
+    @functools.cached_property
+    def _draft_shapes(self) -> list[BatchShape]:
+        most = self.mixed_tokens[-1] if self.max_step_samples is None else self.max_step_samples
+        tokens = (_round_up(min(rows * self.max_samples, most), self.multiple) for rows in self.draft_rows)
+        return [self._shape(*size) for size in zip(tokens, self.draft_rows, strict=True)]
 
     @functools.cached_property
     def _mixed_shapes(self) -> list[BatchShape]:
         return [self._shape(tokens) for tokens in self.mixed_tokens]
 
-    def _shape(self, num_tokens: int, decode_only: bool = False, scores_prompt: bool = False) -> BatchShape:
+    def _shape(
+        self, num_tokens: int, num_rows: int | None = None, max_samples: int | None = None, scores_prompt: bool = False
+    ) -> BatchShape:
+        """Return a decode shape for ``num_rows`` sequences, or a mixed one for as many as a step can have."""
         return BatchShape(
             num_tokens=num_tokens,
-            num_rows=num_tokens if decode_only else min(_round_up(self.max_num_seqs, self.multiple), num_tokens),
+            num_rows=min(_round_up(self.max_num_seqs, self.multiple), num_tokens) if num_rows is None else num_rows,
             table_pages=self.table_pages,
-            decode_only=decode_only,
+            decode_only=num_rows is not None,
             scores_prompt=scores_prompt,
-            max_samples=1 if decode_only else self.max_samples,
+            max_samples=self.max_samples if max_samples is None else max_samples,
+            max_step_samples=self.max_step_samples if num_rows is None else None,
             num_arguments=self.num_arguments,
             num_tables=self.num_tables,
         )
+
+
+def draft_rows(max_num_seqs: int, skips_padding: bool) -> tuple[int, ...]:
+    """Return the rows of the decode shapes with drafts, which shapes without also have if a model on the device drafts
+    after each step; the arguments are those of ``Buckets.make``."""
+    return _eighths(_FEWEST_ROWS if skips_padding else 1, max_num_seqs)
 
 
 def _check_given(

@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.config_checks import whole_prompts_error
 from jaxserve.api.errors import ConfigError
-from jaxserve.device.buckets import Buckets
+from jaxserve.device.buckets import Buckets, draft_rows
 from jaxserve.device.determinism import choose_row_tile
+from jaxserve.device.drafter_choice import plan_drafter
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
 from jaxserve.device.layout_choice import choose_layout, choose_stages, count_stages, page_size_of
 from jaxserve.device.memory import (
@@ -23,6 +24,7 @@ from jaxserve.device.memory import (
     device_memory_bytes,
     fit_to_memory,
     memory_needs,
+    most_samples,
     set_gpu_memory_fraction,
 )
 from jaxserve.device.sharded_model import ShardedModel
@@ -168,10 +170,10 @@ def plan_engine(config: EngineConfig, model: ModelConfig | None = None) -> Engin
         directory=directory,
         config=model,
         models=[
-            dataclasses.replace(stage, mesh=mesh, num_pages=num_pages)
+            stage.placed(mesh, num_pages)
             for mesh, stage in zip(meshes, models * config.data_parallel_size, strict=True)
         ],
-        buckets=_make_buckets(config, models[0], needs, stages.max_num_batched_tokens, stages.max_samples, num_stages),
+        buckets=_make_buckets(config, stages, needs, num_stages),
         needs=needs,
         max_model_len=needs.max_model_len,
         max_num_seqs=models[0].num_slots,
@@ -202,6 +204,7 @@ class PlannedStages(NamedTuple):
         module: The whole module without values.
         max_num_batched_tokens: Most query tokens per step and lane.
         max_samples: Most samples per row: one plus the number of drafts.
+        max_step_samples: Most samples per step and lane.
     """
 
     models: list[ShardedModel]
@@ -209,6 +212,7 @@ class PlannedStages(NamedTuple):
     module: CausalLM
     max_num_batched_tokens: int
     max_samples: int
+    max_step_samples: int
 
     @property
     def device(self) -> Device:
@@ -264,6 +268,7 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
         processors=load_processors(config.logits_processors or []),
         truncation=choose_step_truncation(device, config.kernels or config.attention_backend, scope.parallel),
         counts_expert_tokens=config.expert_load_metrics > 0,
+        num_drafts=config.num_device_drafts,
     )
     if config.tensor_parallel_size > 1 and sharded.parallel.size == 1:
         raise ConfigError(
@@ -271,9 +276,11 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
             f"{config.tensor_parallel_size}"
         )
     models = [dataclasses.replace(sharded, stage=stage) for stage in choose_stages(config, sharded, num_stages)]
+    models[-1] = dataclasses.replace(models[-1], drafter=plan_drafter(config, sharded))
     samples = 1 + config.num_speculative_tokens
-    needs = [memory_needs(stage, max_num_batched_tokens, samples, num_stages) for stage in models]
-    return PlannedStages(models, needs, module, max_num_batched_tokens, samples)
+    step_samples = most_samples(sharded, max_num_batched_tokens, samples, num_stages)
+    needs = [memory_needs(stage, max_num_batched_tokens, samples, step_samples) for stage in models]
+    return PlannedStages(models, needs, module, max_num_batched_tokens, samples, step_samples)
 
 
 def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:
@@ -287,25 +294,22 @@ def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:
         )
 
 
-def _make_buckets(
-    config: EngineConfig,
-    sharded: ShardedModel,
-    needs: MemoryNeeds,
-    max_num_batched_tokens: int,
-    max_samples: int,
-    num_stages: int,
-) -> Buckets:
+def _make_buckets(config: EngineConfig, stages: PlannedStages, needs: MemoryNeeds, num_stages: int) -> Buckets:
     """Return the batch shapes for the planned memory; the sequences are divided over as many steps as there are
     stages."""
+    sharded = stages.models[0]
     multiple = sharded.row_tile or _row_multiple(sharded.mesh.devices.flat[0], sharded.policy)
     skips = sharded.policy.linear == sharded.kernel.name == "native"
     rows = -(-sharded.num_slots // num_stages)
     given = {**(config.compile_sizes or {})}
     if "decode" in given and max(given["decode"]) <= sharded.num_slots:
         given["decode"] = [min(size, rows) for size in given["decode"]]
-    sizes = rows, max_num_batched_tokens, needs.table_pages
+    if sharded.num_drafts:
+        given.setdefault("decode", [*draft_rows(rows, skips)])
+    sizes = rows, stages.max_num_batched_tokens, needs.table_pages
+    samples = stages.max_samples, stages.max_step_samples if stages.max_samples > 1 else None
     shared = sharded.parallel.parts(sharded.parallel.residual_axis)
-    return Buckets.make(*sizes, multiple, given, skips, max_samples, len(needs.windows), shared)
+    return Buckets.make(*sizes, multiple, given, skips, *samples, len(needs.windows), shared)
 
 
 def _row_multiple(device: Device, policy: DtypePolicy) -> int:
@@ -326,7 +330,12 @@ def load_params(plan: EnginePlan, sharded: ShardedModel) -> tuple[jax.Array, ...
     """
     whole = None if sharded.stage is None else lambda: sharded.whole_model().listings
     params = load_weights(plan.directory, sharded.abstract_model, whole, plan.load_format)
-    return sharded.packing.pack(params)
+    packed = sharded.packing.pack(params)
+    if sharded.drafter is None:
+        return packed
+    drafter = sharded.drafter.sharded
+    params = load_weights(sharded.drafter.directory, drafter.abstract_model, None, plan.load_format)
+    return (*packed, *drafter.packing.pack(params))
 
 
 def _batch_limits(config: EngineConfig, device: Device, max_model_len: int) -> tuple[int, int]:

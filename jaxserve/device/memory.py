@@ -25,6 +25,7 @@ _CPU_POOL_BYTES = GIB
 _RESERVE_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30}
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _DEFAULT_FRACTION = 0.75
+_LOGITS_BYTES = 256 << 20  # of the samples of a step with drafts, in float32
 STEPS_IN_FLIGHT = 2
 """Steps in flight with async scheduling in which one sequence can sample; each further stage adds one for others."""
 
@@ -35,8 +36,11 @@ class MemoryNeeds:
 
     Attributes:
         weights: Bytes of the parameters.
+        drafter: Those of them that are the drafter's.
         page: Bytes of one KV page, over all pools.
         temporaries: Estimated temporary bytes of the largest step.
+        trials: Bytes in which XLA tries kernels out for the largest product on a GPU while weights are loaded around
+            them: they can leave a gap that nothing else fits into.
         slots: Bytes of the slots' state besides pages.
         page_size: Tokens per page.
         max_model_len: Maximum context length in tokens.
@@ -51,6 +55,8 @@ class MemoryNeeds:
     max_model_len: int
     max_num_seqs: int
     slots: int = 0
+    trials: int = 0
+    drafter: int = 0
     windows: tuple[KVWindow | None, ...] = (None,)
 
     @property
@@ -181,7 +187,8 @@ def page_budget(
 ) -> PageBudget:
     """Return the memory for pages; the arguments are those of :func:`plan_pages`."""
     usable = int(total * utilization) // devices_sharing
-    reserve = _RESERVE_BYTES.get(platform, _RESERVE_BYTES["gpu"]) // devices_sharing
+    reserve = _RESERVE_BYTES["cpu"] if platform == "cpu" else _RESERVE_BYTES["gpu"] + needs.trials
+    reserve //= devices_sharing
     return PageBudget(usable, reserve, usable - reserve - needs.weights - needs.temporaries - needs.slots)
 
 
@@ -216,9 +223,10 @@ def plan_pages(
         if platform == "cpu"
         else "a larger tensor_parallel_size or pipeline_parallel_size, a smaller dtype"
     )
+    drafter = f" ({gib(needs.drafter)} of them of the draft model)" if needs.drafter else ""
     if left <= 0:
         raise MemoryPlanError(
-            f"the model does not fit: each device needs {gib(needs.weights)} for weights, "
+            f"the model does not fit: each device needs {gib(needs.weights)} for weights{drafter}, "
             f"{gib(needs.temporaries + needs.slots)} for the largest step and {gib(reserve)} in reserve, but may use "
             f"{gib(usable)} (gpu_memory_utilization={utilization} of {gib(total)}); use {remedy} or a smaller "
             "max_num_batched_tokens"
@@ -259,27 +267,37 @@ def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def memory_needs(sharded: ShardedModel, max_num_batched_tokens: int, max_samples: int, num_stages: int) -> MemoryNeeds:
+def most_samples(sharded: ShardedModel, max_num_batched_tokens: int, max_samples: int, num_stages: int) -> int:
+    """Return the most samples of a step: one per row, and one per draft as far as all logits stay small."""
+    num_rows = -(-sharded.num_slots // num_stages)
+    affordable = max(num_rows, _LOGITS_BYTES // (4 * sharded.config.vocab_size))
+    return min(num_rows * max_samples, affordable, max_num_batched_tokens)
+
+
+def memory_needs(
+    sharded: ShardedModel, max_num_batched_tokens: int, max_samples: int, max_step_samples: int
+) -> MemoryNeeds:
     """Return the memory that one stage needs on each of its devices."""
     assert sharded.max_model_len is not None
     model, abstract = sharded.config, sharded.abstract_model
-    page = dataclasses.replace(sharded, num_pages=sharded.num_pages + 1).pool_bytes - sharded.pool_bytes
+    page = sharded.placed(sharded.mesh, sharded.num_pages + 1).pool_bytes - sharded.pool_bytes
     token = 3 * abstract.layer_width
-    samples = min(-(-sharded.num_slots // num_stages) * max_samples, max_num_batched_tokens)
     itemsize = jnp.dtype(sharded.policy.activations).itemsize
-    step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples
+    step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples + sharded.num_drafts
     scores = model.vocab_size  # of each sample; processors see whole rows
     if sharded.parallel.keeps_logits and not sharded.processors:
         scores = sharded.vocab_width // sharded.parallel.parts(sharded.parallel.vocab)
-    logits = samples * scores * 4 * 4 if sharded.is_last else 0
+    logits = max_step_samples * scores * 4 * 4 if sharded.is_last else 0
     return MemoryNeeds(
         weights=sharded.weight_bytes,
+        drafter=0 if sharded.drafter is None else sharded.drafter.sharded.weight_bytes,
         page=page,
         temporaries=max_num_batched_tokens * (token * itemsize + _exchanged_per_token(sharded)) + logits,
         page_size=sharded.page_size,
         max_model_len=sharded.max_model_len,
         max_num_seqs=sharded.num_slots,
         slots=sharded.slot_state_bytes,
+        trials=sharded.largest_weight_bytes + max_num_batched_tokens * abstract.layer_width * itemsize,
         windows=tuple(
             None if window is None else KVWindow(window, sharded.page_size, step_tokens)
             for window in sharded.kv_layout.windows

@@ -234,8 +234,8 @@ class LocalRunner:
         """Run every program once and wait for it.
 
         The first run of a program does deferred work: on CPUs, XLA's matmuls generate their kernels, 0.3 to 0.6 s per
-        program for a model of 30 layers. Mixed steps run a row of two tokens, because rows of one take another path in
-        the kernels.
+        program for a model of 30 layers. Mixed steps and those with drafts run a row of two tokens, because rows of one
+        take another path in the kernels.
         """
         slot, page, token, last, num_lanes = 0, 0, 0, self._last, len(self._lanes)
         grants = [PageGrant(slot, 0, [page], table) for table in range(last.buckets.num_tables)]
@@ -251,7 +251,9 @@ class LocalRunner:
             chunk = [token] * min(2, shape.num_tokens, last.model.page_size)
             mixed = StepPlan(0, targets=[ChunkTargets(0, chunk)])
             mixed.add_row(slot, 0, chunk, 1)
-            plans = [decode if shape.decode_only else mixed] * num_lanes
+            drafts = StepPlan(0)
+            drafts.add_row(slot, 0, chunk, len(chunk))
+            plans = [drafts if shape.has_drafts else decode if shape.decode_only else mixed] * num_lanes
             lanes = zip(self._lanes, plans, strict=True)
             buffer = _joined([batch.build(slots, plan, shape, number) for slots, plan in lanes])
             hidden = () if self._pipeline is None else self._pipeline.run(plans, shape, buffer)[0]

@@ -10,8 +10,9 @@ import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxserve.device.sampler_batch import (
     SLOT_PARAMS,
@@ -32,12 +33,13 @@ class BatchShape:
     """Sizes of a compiled step.
 
     Attributes:
-        num_tokens: T, query tokens; equal to ``num_rows`` in a decode step.
+        num_tokens: T, query tokens; equal to ``num_rows`` in a decode step without drafts.
         num_rows: R, sequences.
         table_pages: M, pages of the longest context.
-        decode_only: Whether every row has one token.
+        decode_only: Whether every row is a latest token and its drafts, if the shape has any, without prompts.
         scores_prompt: Whether the step computes prompt logprobs.
         max_samples: Most samples per row: one plus the number of drafts.
+        max_step_samples: Most samples of all rows; None for as many as rows and tokens allow.
         num_arguments: Logits processor arguments per row.
         num_tables: Number of page tables per row.
     """
@@ -48,6 +50,7 @@ class BatchShape:
     decode_only: bool
     scores_prompt: bool = False
     max_samples: int = 1
+    max_step_samples: int | None = None
     num_arguments: int = 0
     num_tables: int = 1
 
@@ -71,8 +74,13 @@ class BatchShape:
     @functools.cached_property
     def sampler(self) -> SamplerShape:
         """Sizes of the sampler; a row that does not sample counts as one sample."""
-        num_samples = min(self.num_tokens, self.num_rows * self.max_samples)
+        num_samples = min(self.num_tokens, self.num_rows * self.max_samples, self.max_step_samples or self.num_tokens)
         return SamplerShape(self.num_rows, num_samples, self.max_samples, self.num_arguments)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it is for decode steps with drafts."""
+        return self.decode_only and self.max_samples > 1
 
     @property
     def sampler_start(self) -> int:
@@ -101,6 +109,7 @@ class StepBatch(NamedTuple):
         targets: Prompt token after each token if its logprob is requested; else -1.
         attention: Inputs of attention for each page table.
         slots: Slot of each row; out of range for an empty row.
+        row_starts: Index of the first query token of each row.
         sampled_tokens: Index of the query token that each sample follows.
         counted_slots: Slot of each row whose token counts for penalties; out of range for other rows.
         pooled_from: Index of the first query token of each row to pool; the row's end for none. Empty in decode steps.
@@ -115,6 +124,7 @@ class StepBatch(NamedTuple):
     targets: Int[Array, " T"]
     attention: tuple[AttentionBatch, ...]
     slots: Int[Array, " R"]
+    row_starts: Int[Array, " R"]
     sampled_tokens: Int[Array, " samples"]
     counted_slots: Int[Array, " R"]
     pooled_from: Int[Array, " pooled"]
@@ -124,10 +134,36 @@ class StepBatch(NamedTuple):
 
 
 class LatestTokens(NamedTuple):
-    """Latest token of each slot and its position, where the slot's next row starts."""
+    """Latest token of each slot, its position, where the slot's next row starts, and the drafts that follow it."""
 
     token_ids: Int[Array, " slots"]
     positions: Int[Array, " slots"]
+    drafts: Int[Array, "slots drafts"] | None = None
+
+
+class TokenPlaces(NamedTuple):
+    """Where the entries of tokens are.
+
+    Attributes:
+        rows: Row of each token that this device writes; out of range for others.
+        pages: Index of its page in the row's page table.
+        offsets: Its index in the page, on the device that has it.
+    """
+
+    rows: Int[Array, " T"]
+    pages: Int[Array, " T"]
+    offsets: Int[Array, " T"]
+
+
+def token_places(
+    positions: Int[Array, " T"], rows: Int[Array, " T"], num_rows: int, page_size: int, tokens_axis: str | None
+) -> TokenPlaces:
+    """Return where the entries of tokens are, inside a program; the arguments are those of ``unpack``."""
+    offsets = positions % page_size
+    if tokens_axis is not None:
+        part = Part(axis_index(tokens_axis), axis_size(tokens_axis))
+        offsets, rows = offsets // part.num_devices, jnp.where(part.holds(positions), rows, num_rows)
+    return TokenPlaces(rows, positions // page_size, offsets)
 
 
 def unpack(
@@ -137,6 +173,7 @@ def unpack(
     page_size: int,
     num_pages: int,
     tokens_axis: str | None = None,
+    splits_rows: bool = False,
 ) -> StepBatch:
     """Return the arrays of a step, inside a program.
 
@@ -148,34 +185,59 @@ def unpack(
         num_pages: Usable pages; the null page follows them, then the page that padding tokens write to.
         tokens_axis: Mesh axis of devices that share the tokens of pages, if any: each writes those of the others to the
             page of padding tokens.
+        splits_rows: Whether attention has a row for each token of a decode step, draft or not.
     """
     arrays = unpack_arrays(buffer, shape.fields)
     lens, rows, tokens = arrays["query_lens"], arrays["token_rows"], arrays["tokens"]
-    latest = LatestTokens(*(values.at[arrays["slots"]].get(mode="clip") for values in latest))
+    latest = jax.tree.map(lambda values: values.at[arrays["slots"]].get(mode="clip"), latest)
     starts = jnp.where(arrays["starts"] < 0, latest.positions, arrays["starts"])
     token = jnp.where(rows < shape.num_rows, jnp.arange(shape.num_tokens, dtype=jnp.int32), 0)
     positions = _of_rows(starts - arrays["query_starts"], rows) + token
-    offsets, written_rows = positions % page_size, rows
-    if tokens_axis is not None:
-        part = Part(axis_index(tokens_axis), axis_size(tokens_axis))
-        offsets, written_rows = offsets // part.num_devices, jnp.where(part.holds(positions), rows, shape.num_rows)
+    places = token_places(positions, rows, shape.num_rows, page_size, tokens_axis)
+    written_rows = places.rows
     arrays |= {
-        "tokens": jnp.where(tokens < 0, _of_rows(latest.token_ids, rows), tokens),
+        "tokens": jnp.where(
+            tokens < 0, _latest_of_rows(latest, rows, token - _of_rows(arrays["query_starts"], rows)), tokens
+        ),
         "positions": positions,
         "lengths": _of_rows(arrays["row_limits"], rows),
-        "token_pages": positions // page_size,
-        "token_offsets": offsets,
+        "token_pages": places.pages,
+        "token_offsets": places.offsets,
         "context_lens": starts + lens,
         "next_positions": starts + lens,
+        "row_starts": arrays["query_starts"],
     }
     if shape.max_samples > 1:
         arrays |= {
             "next_positions": positions.at[arrays["sampled_tokens"]].get(mode="clip") + 1,
             "followed": arrays["tokens"].at[arrays["sampled_tokens"]].get(mode="clip"),
         }
+    if splits_rows and shape.has_drafts:
+        arrays |= row_of_each_token(arrays, rows < shape.num_rows)
+        written_rows = jnp.where(written_rows < shape.num_rows, arrays["query_starts"], shape.num_tokens)
     attention = tuple(_of_table(arrays, table, written_rows, num_pages + 1) for table in range(shape.num_tables))
     others = {name: arrays[name] for name in StepBatch._fields if name in arrays}
     return StepBatch(attention=attention, sampler=make_sampler_batch(arrays, shape.sampler), **others)
+
+
+def _latest_of_rows(latest: LatestTokens, rows: Int[Array, " T"], index: Int[Array, " T"]) -> Int[Array, " T"]:
+    """Return the latest token of each token's row, or the draft at the token's index in the row."""
+    if latest.drafts is None:
+        return _of_rows(latest.token_ids, rows)
+    tokens = jnp.column_stack([latest.token_ids, latest.drafts])
+    return tokens.at[rows, jnp.minimum(index, tokens.shape[1] - 1)].get(mode="fill", fill_value=0)
+
+
+def row_of_each_token(arrays: Mapping[str, Array], is_used: Bool[Array, " T"]) -> dict[str, Array]:
+    """Return the inputs of attention with a row for each query token, as in a decode step without drafts."""
+    lens = is_used.astype(jnp.int32)
+    return {
+        "page_tables": arrays["page_tables"].at[:, arrays["token_rows"]].get(mode="clip"),
+        "context_lens": jnp.where(is_used, arrays["positions"] + 1, 0),
+        "query_starts": jnp.arange(len(lens), dtype=jnp.int32),
+        "query_lens": lens,
+        "num_rows": lens.sum(dtype=jnp.int32),
+    }
 
 
 def _of_table(arrays: Mapping[str, Array], table: int, rows: Int[Array, " T"], padding_page: int) -> AttentionBatch:

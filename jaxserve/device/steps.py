@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxserve.device.drafting import draft, step_tokens
 from jaxserve.device.sampler_batch import SamplerBatch
-from jaxserve.device.sharded_model import ShardedModel, StepState, shardings
+from jaxserve.device.sharded_model import ShardedModel, shardings
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch
+from jaxserve.device.step_state import StepState
 from jaxserve.layers.attention import AttentionSettings, Pools
 from jaxserve.layers.attention_chunks import chunks_of
 from jaxserve.layers.row_sums import add_tokens
@@ -79,13 +81,19 @@ def trace_step(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.st
         x: Float[Array, "T D"] | None = None,
     ) -> tuple[StepState, StepOutput]:
         batch = sharded.unpack(buffer, shape, state.latest)
-        return run_step(sharded.model(arrays), state, batch, mask, settings, x)
+        state, output = run_step(sharded.model(arrays), state, batch, mask, settings, x)
+        if sharded.drafter is not None:
+            pools, latest = draft(
+                sharded, arrays, state.pools, state.latest, buffer, step_tokens(batch), shape, variant
+            )
+            state = state._replace(pools=pools, latest=latest)
+        return state, output
 
     state, buffer = sharded.abstract_state(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
     mask = sharded.rows_struct(sharded.mask_shape(shape.num_rows), jnp.int32)
     out_shardings = (shardings(state), sharded.rows_sharding)
     given = sharded.abstract_input(shape.num_tokens)
-    return sharded.trace(step, (sharded.abstract_params, state, buffer, mask, *given), out_shardings, donated=[1])
+    return sharded.trace(step, (sharded.program_params, state, buffer, mask, *given), out_shardings, donated=[1])
 
 
 class HiddenOutput(NamedTuple):
@@ -125,7 +133,7 @@ def trace_hidden(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
 
     pools, buffer = sharded.abstract_all_pools(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
     given = sharded.abstract_input(shape.num_tokens)
-    arguments = (sharded.abstract_params, pools, sharded.abstract_latest(), buffer, *given)
+    arguments = (sharded.program_params, pools, sharded.abstract_latest(), buffer, *given)
     return sharded.trace(stage, arguments, (shardings(pools), sharded.rows_sharding), donated=[1])
 
 
@@ -137,7 +145,7 @@ def attention_settings(sharded: ShardedModel, shape: BatchShape) -> AttentionSet
     return AttentionSettings(
         sharded.kernel,
         sharded.own_page_size,
-        shape.decode_only,
+        shape.decode_only and (sharded.splits_rows or not shape.has_drafts),
         sharded.layer_tile,
         indices,
         sharded.layout.rows_axis,
@@ -224,11 +232,11 @@ def run_layers(
 
     After other stages, ``x`` is their hidden states, and there is no embedding.
     """
-    first = batch.tokens.at[batch.attention[0].query_starts].get(mode="clip")
+    first = batch.tokens.at[batch.row_starts].get(mode="clip")
     tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first, split))
     hidden, pools, expert_tokens, _ = model.hidden(batch, state.pools, settings, x)
     kept, sums = state.sums, None
-    if not settings.decode_only:
+    if len(batch.pooled_from):
         kept, sums = _pool_hidden(model, hidden, kept, batch, row_tile)
     return LayersOutput(StepState(tuple(pools), state.latest, tables, kept), hidden, sums, expert_tokens)
 
@@ -273,8 +281,10 @@ def keep_tokens(
         tables = tables._replace(token_counts=counted(tables.token_counts, before_latest, tokens, split))
         slots = jnp.where(kept.is_latest, slots, NOWHERE)
         tokens = jnp.where(kept.is_kept, tokens, NO_TOKEN)
-    new = LatestTokens(jnp.maximum(tokens, 0), batch.inputs.positions)
-    latest = jax.tree.map(lambda old, set_to: old.at[slots].set(set_to, mode="drop"), latest, new)
+    latest = latest._replace(
+        token_ids=latest.token_ids.at[slots].set(jnp.maximum(tokens, 0), mode="drop"),
+        positions=latest.positions.at[slots].set(batch.inputs.positions, mode="drop"),
+    )
     return KeptState(latest, tables, tokens)
 
 

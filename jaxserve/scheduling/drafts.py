@@ -54,25 +54,21 @@ def add_drafts(
     Drafts use only the query tokens and pages that are left over. Rows with drafts are moved after rows of one token,
     which are cheapest at the front. Return whether the proposer works: if it fails, rows stay without drafts.
     """
-    works = True
-    proposed: list[list[int]] = [[] for _ in range(num_decodes)]
     budget = limits.max_num_batched_tokens - step.plan.num_tokens
-    for index, sequence in enumerate(step.sequences[:num_decodes]):
-        if budget <= 0:
-            break
-        if not takes_drafts(sequence):
-            continue
+    if limits.max_step_samples is not None:
+        budget = min(budget, limits.max_step_samples - step.plan.num_rows)
+    asked = [index for index, one in enumerate(step.sequences[:num_decodes]) if takes_drafts(one)] if budget > 0 else []
+    found = _ask(proposer, [step.sequences[index] for index in asked])
+    proposed: list[list[int]] = [[] for _ in range(num_decodes)]
+    for index, drafts in zip(asked, found or [], strict=False):
+        sequence = step.sequences[index]
         num_in_flight = sequence.num_pending - 1  # excludes this row's token
-        try:
-            drafts = proposer.propose(sequence)[num_in_flight:][: min(limits.max_draft_tokens, budget)]
-        except Exception:
-            _log_failure(proposer)
-            works = False
-            break
-        drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), step, pages)]
-        sequence.num_computed += len(drafts)
-        sequence.num_pending += len(drafts)
-        budget -= len(drafts)
+        drafts = drafts[num_in_flight:][: min(limits.max_draft_tokens, budget)]
+        if drafts:
+            drafts = proposed[index] = drafts[: _reserve(sequence, len(drafts), step, pages, limits.num_lookahead)]
+            sequence.num_computed += len(drafts)
+            sequence.num_pending += len(drafts)
+            budget -= len(drafts)
     plan, order = step.plan, sorted(range(num_decodes), key=lambda index: bool(proposed[index]))
     step.sequences[:num_decodes] = [step.sequences[index] for index in order]
     for column in (plan.slots, plan.starts):
@@ -81,7 +77,18 @@ def add_drafts(
     plan.lengths[:num_decodes] = plan.num_samples[:num_decodes] = lengths
     tokens = [(plan.token_ids[index], *proposed[index]) for index in order]
     plan.token_ids[:num_decodes] = array("i", itertools.chain.from_iterable(tokens))
-    return works
+    return found is not None
+
+
+def _ask(proposer: DraftProposer, sequences: list[Sequence]) -> list[list[int]] | None:
+    """Return the drafts that a proposer has for each sequence; None if it fails."""
+    try:
+        found = proposer.propose(sequences) if sequences else []
+        assert len(found) == len(sequences), f"{len(found)} lists of drafts for {len(sequences)} sequences"
+    except Exception:
+        _log_failure(proposer)
+        return None
+    return found
 
 
 def finish_drafts(proposer: DraftProposer, sequence: Sequence) -> bool:
@@ -97,8 +104,11 @@ def finish_drafts(proposer: DraftProposer, sequence: Sequence) -> bool:
     return True
 
 
-def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, counts: DraftCounts) -> None:
-    """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``."""
+def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages | None, counts: DraftCounts) -> None:
+    """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``.
+
+    Sequences keep all ``pages`` if that is None: a drafter on the device writes past them.
+    """
     for num_samples, sequence, new in zip(step.plan.num_samples, step.sequences, tokens, strict=True):
         if num_samples <= 1 or sequence.finish_reason is not None:
             continue
@@ -112,14 +122,16 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, coun
         sequence.num_pending -= num_rejected
         if sequence.slot >= 0:
             sequence.num_computed -= num_rejected
-            pages.shrink(sequence)
+            if pages is not None:
+                pages.shrink(sequence)
 
 
-def _reserve(sequence: Sequence, num_drafts: int, step: Step, pages: ContextPages) -> int:
-    """Allocate pages for a sequence's drafts; return how many fit into its pages and its maximum length."""
+def _reserve(sequence: Sequence, num_drafts: int, step: Step, pages: ContextPages, num_lookahead: int) -> int:
+    """Allocate pages for a sequence's drafts and the tokens after them; return how many drafts fit into its pages and
+    its maximum length."""
     end = min(sequence.num_computed + num_drafts, sequence.max_length - 1)
-    if end > sequence.decode_limit:
-        pages.grow_to(sequence, end)
+    if min(end + num_lookahead, sequence.max_length - 1) > sequence.decode_limit:
+        pages.grow_to(sequence, min(end + num_lookahead, sequence.max_length - 1))
         step.plan.grants += pages.grants(sequence)
     return min(end, sequence.decode_limit) - sequence.num_computed
 

@@ -56,6 +56,23 @@ def test_few_programs(limits: tuple[int, int], platform: str) -> None:
     assert len(set(keys)) == len(keys) <= num_programs(buckets, platform) <= MAX_PROGRAMS
 
 
+@pytest.mark.parametrize("num_drafts", [1, 4, 64])
+@pytest.mark.parametrize(("limits", "platform"), [(LIMITS[0], "cpu"), (LIMITS[1], "gpu"), (LIMITS[2], "gpu")])
+def test_drafts_have_shapes_of_their_own(limits: tuple[int, int], platform: str, num_drafts: int) -> None:
+    """As many rows as there can be and their samples, as far as these are bounded; still few programs."""
+    multiple = 1 if platform == "cpu" else 2
+    buckets = Buckets.make(*limits, 9, multiple, max_samples=1 + num_drafts, max_step_samples=limits[0] + 1)
+    most = limits[0] + multiple
+    assert buckets.max_step_samples is not None and limits[0] < buckets.max_step_samples <= most
+    for num_rows in range(1, limits[0] + 1):
+        for num_tokens in {num_rows + 1, min(num_rows * (1 + num_drafts), limits[0] + 1)}:
+            shape = buckets.draft_shape_for(num_rows, num_tokens)
+            assert shape.has_drafts and shape.num_rows >= num_rows
+            assert num_tokens <= shape.num_tokens == shape.sampler.num_samples <= most
+    assert buckets.shape_for(limits[1], False).sampler.num_samples <= most
+    assert num_programs(buckets, platform) <= MAX_PROGRAMS
+
+
 def test_programs_of_a_cpu() -> None:
     """A step for each shape, a sampler for each number of rows, and a scorer."""
     buckets = Buckets.make(64, 1024, 9)

@@ -59,7 +59,7 @@ class Proposer(NoState):
         self.rng = np.random.default_rng(0)
         self.num_proposals = 0
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def follow(self, sequence: Sequence) -> list[int]:
         """Up to twelve tokens."""
         if self.kind == "none":
             return []

@@ -23,7 +23,9 @@ from tests.runners import run_step
 from tests.tiny_programs import make_program, make_runner, random_params, tiny_config
 
 MAX_SAMPLES, TABLE_PAGES, NUM_TOKENS = 4, 5, 24
-BUCKETS = Buckets((8,), (16, 64), max_num_seqs=8, table_pages=TABLE_PAGES, multiple=8, max_samples=MAX_SAMPLES)
+BUCKETS = Buckets(
+    (8,), (16, 64), max_num_seqs=8, table_pages=TABLE_PAGES, multiple=8, max_samples=MAX_SAMPLES, draft_rows=(8,)
+)
 PROMPT = [3, 50, 7, 21, 0, 9, 9, 30, 2, 17, 44]
 NAN_TOKEN = 45
 SAMPLINGS = [
@@ -125,7 +127,10 @@ def test_drafts_change_no_token(
             Row(slot, ON_DEVICE, [ON_DEVICE, *some], 1 + len(some))
             for slot, some in zip(slots.tolist(), drafts, strict=True)
         ]
-        driver.run(make_plan(2, [], [], sorted(rows, key=lambda row: row.num_samples)))
+        plan = make_plan(2, [], [], sorted(rows, key=lambda row: row.num_samples))
+        shape, _ = compiled_stage(tensor, platform).choose([plan], "any" if platform == "cpu" else "sampled")
+        assert shape.decode_only and shape.has_drafts == plan.has_drafts
+        driver.run(plan)
         num_steps += 1
     assert num_steps < NUM_TOKENS - 3 or propose is wrong
     for slot in range(len(SAMPLINGS)):
@@ -168,7 +173,7 @@ def test_shapes_without_drafts_have_the_buffers_they_had() -> None:
     assert plain.sampler.num_samples == 8 and several.sampler.num_samples == 32
     assert several.buffer_size - plain.buffer_size == (32 - 8) * 2 + 32 * 2 + 1
     assert not {"followed", "sample_rows", "num_samples"} & set(plain.fields)
-    assert [shape.max_samples for shape in BUCKETS.shapes()] == [1, 4, 4] and BUCKETS.scoring_shape.max_samples == 4
+    assert [shape.max_samples for shape in BUCKETS.shapes()] == [1, 4, 4, 4] and BUCKETS.scoring_shape.max_samples == 4
 
 
 @pytest.mark.parametrize("seed", range(20))

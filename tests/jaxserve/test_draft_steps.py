@@ -37,7 +37,8 @@ Pages = dict[tuple[int, ...], list[np.ndarray]]
 def compiled_stage() -> Stage:
     """Deterministic programs of five samples a row."""
     program = make_program(tiny_config(), num_pages=NUM_PAGES, num_slots=8, row_tile=8)
-    buckets = Buckets((8,), (16, 32), max_num_seqs=8, table_pages=5, multiple=8, max_samples=1 + MAX_DRAFTS)
+    sizes = {"table_pages": 5, "multiple": 8, "max_samples": 1 + MAX_DRAFTS, "draft_rows": (8,)}
+    buckets = Buckets((8,), (16, 32), max_num_seqs=8, **sizes)
     stage = Stage(program, buckets)
     stage.compile()
     return stage
@@ -55,7 +56,7 @@ def text(number: int) -> Sequence:
 
 
 class Load(NoState):
-    """Texts on a scheduler and a runner, with up to ``depth`` steps in flight and drafts that ``propose`` makes."""
+    """Texts on a scheduler and a runner, with up to ``depth`` steps in flight and drafts that ``follow`` makes."""
 
     def __init__(self, seed: int = 0, depth: int = 1, expected: list[list[int]] | None = None):
         self.rng = np.random.default_rng(seed)
@@ -70,7 +71,7 @@ class Load(NoState):
         self.in_flight: list[StepPlan] = []
         self.num_device_starts = self.num_kept = 0
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def follow(self, sequence: Sequence) -> list[int]:
         """What the text goes on with, up to a random place."""
         assert self.expected is not None
         future = self.expected[int(name_of(sequence))][len(sequence.token_ids) :]

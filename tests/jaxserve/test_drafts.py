@@ -15,7 +15,7 @@ from tests.sequences import STOP_STRING, NoState, StopAfter, make_sequence, name
 class Counting(NoState):
     """Proposes 100, 101, ... : the number of each token's place after the prompt."""
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def follow(self, sequence: Sequence) -> list[int]:
         """Twenty tokens."""
         return list(range(100 + sequence.num_output_tokens, 120 + sequence.num_output_tokens))
 
@@ -32,9 +32,11 @@ class AllowsAll:
         return False
 
 
-def make_scheduler(num_pages: int = 32, max_tokens: int = 32, proposer: DraftProposer | None = None) -> Scheduler:
+def make_scheduler(
+    num_pages: int = 32, max_tokens: int = 32, proposer: DraftProposer | None = None, max_samples: int | None = None
+) -> Scheduler:
     """Pages of four tokens, three drafts a row."""
-    limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=max_tokens, max_draft_tokens=3)
+    limits = SchedulerLimits(4, max_tokens, max_draft_tokens=3, max_step_samples=max_samples)
     return Scheduler(limits, PageAllocator(num_pages, 4), proposer or Counting())
 
 
@@ -72,6 +74,14 @@ def test_a_row_samples_after_its_token_and_each_draft() -> None:
     assert rows_of(scheduled(scheduler)) == [Row(sequence.slot, 8, [7, 104, 105, 106], 4)]
 
 
+def test_the_samples_of_a_step_are_bounded() -> None:
+    scheduler = make_scheduler(max_samples=6)
+    for name in "abc":
+        add(scheduler, name)
+    start(scheduler)
+    assert [row.num_samples for row in rows_of(scheduled(scheduler))] == [1, 1, 4]
+
+
 def test_drafts_of_a_pending_row_follow_those_in_flight() -> None:
     """Where the row starts is left to the device; its bounds are one token and all drafts further."""
     scheduler = make_scheduler()
@@ -99,7 +109,7 @@ def test_sequences_whose_masks_the_host_makes_get_no_drafts() -> None:
 
 def test_rows_with_drafts_follow_those_of_one_token() -> None:
     class Some(NoState):
-        def propose(self, sequence: Sequence) -> list[int]:
+        def follow(self, sequence: Sequence) -> list[int]:
             return [] if name_of(sequence) in "bd" else [1]
 
     scheduler = make_scheduler(proposer=Some())

@@ -52,6 +52,22 @@ def test_a_model_that_does_not_fit_says_why() -> None:
         plan(total=3 * GIB)
 
 
+def test_on_gpus_room_for_trials_of_kernels_is_left_free() -> None:
+    many = {**vars(NEEDS), "max_num_seqs": 64}
+    without, trying = MemoryNeeds(**many), MemoryNeeds(**{**many, "trials": GIB})
+    assert plan(without) - plan(trying) == GIB // NEEDS.page
+    assert plan(without, platform="cpu") == plan(trying, platform="cpu")
+
+
+def test_the_largest_parameter_is_that_of_one_layer(tmp_path: Path) -> None:
+    """On GPUs layers are stacked in one argument, but products read one."""
+    write_checkpoint(tmp_path, SPARSE)
+    (sharded,) = plan_engine(EngineConfig.from_arguments(str(tmp_path), dtype="float32")).models
+    assert sharded.largest_weight_bytes == max(
+        4 * math.prod(struct.shape) for struct in sharded.abstract_model.params.values()
+    )
+
+
 def test_too_many_pages_say_how_many_fit() -> None:
     with pytest.raises(MemoryPlanError, match=r"4000 KV pages need 7\.81 GiB .* only 3\.70 GiB") as caught:
         plan(num_pages=4000)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from jaxserve.scheduling.proposers.ngram import NgramProposer
 from jaxserve.scheduling.proposers.registry import make_proposer
 from jaxserve.scheduling.sequence import Sequence
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
+from tests.sequences import proposed
 
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SUFFIX: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 3}
@@ -52,13 +54,13 @@ def decoding(tokens: list[int], num_in_flight: int = 0) -> Sequence:
 
 def test_the_longest_match_counts_and_the_first_of_it() -> None:
     proposer = NgramProposer(NGRAM)
-    assert proposer.propose(decoding([1, 2, 3, 4, 2, 3])) == [4, 2, 3], "as in vLLM's documentation"
-    assert proposer.propose(decoding([7, 3, 5, 2, 3, 6, 2, 3, 8, 2, 3])) == [6, 2, 3]
-    assert proposer.propose(decoding([1, 2, 3, 4])) == []
+    assert proposed(proposer, decoding([1, 2, 3, 4, 2, 3])) == [4, 2, 3], "as in vLLM's documentation"
+    assert proposed(proposer, decoding([7, 3, 5, 2, 3, 6, 2, 3, 8, 2, 3])) == [6, 2, 3]
+    assert proposed(proposer, decoding([1, 2, 3, 4])) == []
 
 
 def test_drafts_reach_past_the_tokens_that_steps_in_flight_sample() -> None:
-    assert NgramProposer(NGRAM).propose(decoding([1, 2, 3, 4, 5, 6, 7, 1], num_in_flight=2)) == [2, 3, 4, 5, 6]
+    assert proposed(NgramProposer(NGRAM), decoding([1, 2, 3, 4, 5, 6, 7, 1], num_in_flight=2)) == [2, 3, 4, 5, 6]
 
 
 def test_both_bounds_are_five_or_as_the_other() -> None:
@@ -72,7 +74,7 @@ def test_both_bounds_are_five_or_as_the_other() -> None:
         proposer = make_proposer({"method": "ngram", "num_speculative_tokens": 2} | bounds)
         assert proposer is not None
         for length in range(12, 21):  # the last tokens of the first ten occurred, as many as follow the 1
-            found = proposer.propose(decoding(tokens[:length]))
+            found = proposed(proposer, decoding(tokens[:length]))
             assert bool(found) == (length - 11 >= expected[-1]), (bounds, length)
 
 
@@ -84,26 +86,26 @@ def test_an_index_that_grows_finds_what_a_search_finds(parts: list[list[int]], d
     proposer, sequence = NgramProposer(NGRAM | sizes), decoding([])
     for part in parts:
         sequence.token_ids += part
-        assert proposer.propose(sequence) == looked_up(sequence.token_ids, shortest, longest, 3)
+        assert proposed(proposer, sequence) == looked_up(sequence.token_ids, shortest, longest, 3)
 
 
 def test_a_sequence_that_is_cut_and_goes_on_still_gets_lists_of_its_tokens() -> None:
     """Its index is of no use then, and does no harm."""
     proposer, sequence = NgramProposer(NGRAM), decoding([1, 2, 3, 1, 2])
-    proposer.propose(sequence)
+    proposed(proposer, sequence)
     del sequence.token_ids[2:]
     for token in (5, 1, 2):
         sequence.token_ids.append(token)
-        assert set(proposer.propose(sequence)) <= set(sequence.token_ids)
+        assert set(proposed(proposer, sequence)) <= set(sequence.token_ids)
 
 
 def test_finished_sequences_are_forgotten() -> None:
     proposer = NgramProposer(NGRAM)
     running = decoding([1, 2, 1])
     for end in (proposer.finish, proposer.forget):
-        proposer.propose(running)
+        proposed(proposer, running)
         finished = decoding([1, 2, 1])
-        proposer.propose(finished)
+        proposed(proposer, finished)
         end(finished)
         end(decoding([1]))
     assert list(proposer._indexes) == [running]
@@ -300,10 +302,10 @@ def test_a_proposer_that_fails_costs_no_request_anything(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, expected: list[RequestOutput]
 ) -> None:
     class Failing(NgramProposer):
-        def propose(self, sequence: Sequence) -> list[int]:
-            if sequence.num_output_tokens > 5:
+        def propose(self, sequences: Items[Sequence]) -> list[list[int]]:
+            if max(sequence.num_output_tokens for sequence in sequences) > 5:
                 raise KeyError("no such n-gram")
-            return super().propose(sequence)
+            return super().propose(sequences)
 
     makers: dict[str, Callable[..., Any]] = {"ngram": Failing}
     monkeypatch.setattr(registry, "PROPOSERS", makers)

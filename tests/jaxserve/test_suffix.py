@@ -15,7 +15,7 @@ from jaxserve.scheduling.proposers.suffix import PastOutputs, SuffixProposer
 from jaxserve.scheduling.proposers.token_index import SIZES, TokenIndex
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence
-from tests.sequences import make_sequence
+from tests.sequences import make_sequence, proposed
 
 PAST = [*range(100, 140)]
 """An output without repetition."""
@@ -38,7 +38,7 @@ def decoding(tokens: list[int], num_prompt_tokens: int = 1, num_in_flight: int =
 def add_past(proposer: SuffixProposer, tokens: list[int], root: bytes = b"") -> None:
     """A sequence that has been decoding, and finishes."""
     sequence = decoding([*tokens], root=root)
-    proposer.propose(sequence)
+    proposed(proposer, sequence)
     proposer.finish(sequence)
 
 
@@ -108,9 +108,9 @@ def test_a_longer_match_proposes_more() -> None:
     proposer = make()
     add_past(proposer, PAST)
     for match, expected in ((1, 0), (2, 2), (3, 3), (7, 7), (12, 12), (15, 12)):
-        drafts = proposer.propose(decoding([1, *PAST[:match]]))
+        drafts = proposed(proposer, decoding([1, *PAST[:match]]))
         assert drafts == PAST[match : match + expected], match
-    assert len(make(max_spec_factor=0.0).propose(decoding([1, 2, 3, 1, 2]))) == 0
+    assert len(proposed(make(max_spec_factor=0.0), decoding([1, 2, 3, 1, 2]))) == 0
 
 
 def test_keys_limit_the_length() -> None:
@@ -122,12 +122,12 @@ def test_keys_limit_the_length() -> None:
     ):
         proposer = make(**keys)
         add_past(proposer, PAST)
-        assert proposer.propose(decoding([1, *PAST[:11]])) == PAST[11 : 11 + expected], keys
+        assert proposed(proposer, decoding([1, *PAST[:11]])) == PAST[11 : 11 + expected], keys
 
 
 def test_drafts_come_from_the_prompt_too_and_reach_past_steps_in_flight() -> None:
     tokens = [*PAST[:20], *PAST[:5]]
-    assert make(max_cached_requests=0).propose(decoding(tokens, len(tokens), num_in_flight=6)) == PAST[5:16]
+    assert proposed(make(max_cached_requests=0), decoding(tokens, len(tokens), num_in_flight=6)) == PAST[5:16]
 
 
 def test_a_draft_ends_where_the_share_of_texts_that_go_on_so_is_too_small() -> None:
@@ -136,30 +136,30 @@ def test_a_draft_ends_where_the_share_of_texts_that_go_on_so_is_too_small() -> N
         proposer = make(min_token_prob=least)
         for text in texts:
             add_past(proposer, text)
-        assert proposer.propose(decoding([0, 2, 3, 4])) == expected, least
+        assert proposed(proposer, decoding([0, 2, 3, 4])) == expected, least
 
 
 def test_drafts_never_come_from_another_partition() -> None:
     proposer = make()
     add_past(proposer, PAST, root=b"salt")
-    assert proposer.propose(decoding(PAST[:6], root=b"other")) == []
-    assert proposer.propose(decoding(PAST[:6], root=b"")) == []
-    assert proposer.propose(decoding(PAST[:6], root=b"salt")) == PAST[6:12]
+    assert proposed(proposer, decoding(PAST[:6], root=b"other")) == []
+    assert proposed(proposer, decoding(PAST[:6], root=b"")) == []
+    assert proposed(proposer, decoding(PAST[:6], root=b"salt")) == PAST[6:12]
 
 
 def test_forgotten_sequences_leave_nothing_and_old_outputs_leave_first() -> None:
     proposer = make(max_cached_requests=2)
     failed = decoding([*PAST])
-    proposer.propose(failed)
+    proposed(proposer, failed)
     proposer.forget(failed)
     proposer.finish(decoding(PAST))
-    assert proposer.propose(decoding(PAST[:6])) == []
+    assert proposed(proposer, decoding(PAST[:6])) == []
     proposer = make(max_cached_requests=2)
     for start in (0, 200, 400):
         add_past(proposer, [start + token for token in PAST], root=str(start).encode())
     assert len(proposer._past) == 2 and not proposer._texts
     assert set(proposer._partitions._numbers) == {b"200", b"400"}
-    assert proposer.propose(decoding(PAST[:6], root=b"0")) == []
+    assert proposed(proposer, decoding(PAST[:6], root=b"0")) == []
 
 
 def test_a_long_sequence_is_searched_in_its_latest_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,11 +167,11 @@ def test_a_long_sequence_is_searched_in_its_latest_tokens(monkeypatch: pytest.Mo
     proposer, sequence = make(), decoding([])
     for number in range(100):
         sequence.token_ids += [*range(10 * number, 10 * number + 10)]
-        assert proposer.propose(sequence) == []
+        assert proposed(proposer, sequence) == []
     assert proposer._texts[sequence].index.num_bytes == 32 * 256
     for start, is_known in ((0, False), (900, True)):
         sequence.token_ids += [*range(start, start + 5)]
-        assert bool(proposer.propose(sequence)) == is_known
+        assert bool(proposed(proposer, sequence)) == is_known
 
 
 def test_a_scheduler_tells_of_the_end_of_sequences_and_hands_its_proposer_on() -> None:

@@ -39,7 +39,7 @@ def stage_memories(
                 kv_bytes_per_token=kv_bytes_per_token(needs),
                 page_bytes=needs.page,
                 activations=activation_bytes(sharded, tokens),
-                temporaries=temporary_bytes(sharded, tokens, min(sharded.num_slots * stages.max_samples, tokens)),
+                temporaries=temporary_bytes(sharded, tokens, stages.max_step_samples),
                 temporaries_source="modelled",
                 step_reserve=needs.temporaries,
                 slots=needs.slots,
@@ -65,6 +65,7 @@ def compiled_memories(memories: Sequence[StageMemory], stages: PlannedStages, de
             table_pages=needs.table_pages,
             decode_only=False,
             max_samples=stages.max_samples,
+            max_step_samples=stages.max_step_samples,
             num_arguments=len(sharded.arguments),
             num_tables=len(needs.windows),
         )

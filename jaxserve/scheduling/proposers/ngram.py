@@ -1,6 +1,7 @@
 """Propose drafts from a sequence's own tokens (prompt lookup): the method ``ngram`` of ``speculative_config``."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from typing import Any
 
 from jaxserve.scheduling.sequence import Sequence
@@ -23,8 +24,19 @@ class NgramProposer:
         self._sizes = range(config.get("prompt_lookup_max", shortest), shortest - 1, -1)
         self._indexes: dict[Sequence, _Index] = {}
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def propose(self, sequences: Items[Sequence]) -> list[list[int]]:
         """See ``DraftProposer``: return at most ``num_speculative_tokens`` beyond those that steps in flight sample."""
+        return [self._continuation(sequence) for sequence in sequences]
+
+    def finish(self, sequence: Sequence) -> None:
+        """See ``DraftProposer``."""
+        self.forget(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """See ``DraftProposer``."""
+        self._indexes.pop(sequence, None)
+
+    def _continuation(self, sequence: Sequence) -> list[int]:
         index = self._indexes.get(sequence)
         if index is None:
             index = self._indexes[sequence] = _Index()
@@ -35,14 +47,6 @@ class NgramProposer:
             if end is not None:
                 return tokens[end : end + self._num_tokens + sequence.num_pending - 1]
         return []
-
-    def finish(self, sequence: Sequence) -> None:
-        """See ``DraftProposer``."""
-        self.forget(sequence)
-
-    def forget(self, sequence: Sequence) -> None:
-        """See ``DraftProposer``."""
-        self._indexes.pop(sequence, None)
 
 
 class _Index:

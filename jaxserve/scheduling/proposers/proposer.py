@@ -1,5 +1,6 @@
 """What the scheduler asks of a proposer of draft tokens."""
 
+from collections.abc import Sequence as Items
 from typing import Protocol, runtime_checkable
 
 from jaxserve.scheduling.sequence import Sequence
@@ -13,10 +14,10 @@ class DraftProposer(Protocol):
     function of the tokens of its sequences.
     """
 
-    def propose(self, sequence: Sequence) -> list[int]:
-        """Return any number of tokens that may follow ``sequence.token_ids``; must not modify the sequence.
+    def propose(self, sequences: Items[Sequence]) -> list[list[int]]:
+        """Return for each sequence any number of tokens that may follow its ``token_ids``; must not modify it.
 
-        Those before index ``sequence.num_pending - 1`` are not used: steps in flight may be sampling them.
+        Those before index ``num_pending - 1`` are not used: steps in flight may be sampling them.
         """
         ...
 

@@ -5,11 +5,12 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.scheduling.proposers.ngram import NgramProposer
+from jaxserve.scheduling.proposers.on_device import DeviceProposer
 from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.proposers.suffix import SuffixProposer
 
 PROPOSERS: Mapping[str, Callable[[Mapping[str, Any]], DraftProposer]] = MappingProxyType(
-    {"ngram": NgramProposer, "suffix": SuffixProposer}
+    {"ngram": NgramProposer, "suffix": SuffixProposer, "draft_model": DeviceProposer}
 )
 """The proposer of each method, made from the checked settings."""
 

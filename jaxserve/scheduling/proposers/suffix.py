@@ -7,6 +7,7 @@ tokens as it matched, as long as its continuations agree often enough.
 import itertools
 from collections import deque
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
 from jaxserve.scheduling.proposers.token_index import TokenIndex
@@ -39,8 +40,24 @@ class SuffixProposer:
         self._past = PastOutputs(config["suffix_decoding_max_cached_requests"], self._partitions)
         self._texts: dict[Sequence, _Text] = {}
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def propose(self, sequences: Items[Sequence]) -> list[list[int]]:
         """See ``DraftProposer``: return at most ``num_speculative_tokens`` beyond those that steps in flight sample."""
+        return [self._continuation(sequence) for sequence in sequences]
+
+    def finish(self, sequence: Sequence) -> None:
+        """See ``DraftProposer``; the output is kept for later sequences."""
+        text = self._texts.get(sequence)
+        if text is not None:
+            first = max(sequence.num_prompt_tokens - self._depth, 0)
+            self._past.add(sequence.cache_root, text.values(sequence.token_ids[first:]))
+            self.forget(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """See ``DraftProposer``."""
+        if self._texts.pop(sequence, None) is not None:
+            self._partitions.leave(sequence.cache_root)
+
+    def _continuation(self, sequence: Sequence) -> list[int]:
         text = self._texts.get(sequence)
         if text is None:
             text = self._texts[sequence] = _Text(self._partitions.enter(sequence.cache_root))
@@ -56,19 +73,6 @@ class SuffixProposer:
                 if score > best_score:
                     best, best_score = found, score
         return text.token_ids(best)
-
-    def finish(self, sequence: Sequence) -> None:
-        """See ``DraftProposer``; the output is kept for later sequences."""
-        text = self._texts.get(sequence)
-        if text is not None:
-            first = max(sequence.num_prompt_tokens - self._depth, 0)
-            self._past.add(sequence.cache_root, text.values(sequence.token_ids[first:]))
-            self.forget(sequence)
-
-    def forget(self, sequence: Sequence) -> None:
-        """See ``DraftProposer``."""
-        if self._texts.pop(sequence, None) is not None:
-            self._partitions.leave(sequence.cache_root)
 
 
 class PastOutputs:
