@@ -12,8 +12,11 @@ from safetensors.numpy import load_file, save_file
 
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import abstract_head
+from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.models.drafters.mtp import MTPHead, mtp_config
+from jaxserve.models.drafters.source import find_head
 from jaxserve.models.loading import read_model_config
+from jaxserve.models.output_head import model_listings
 from tests.random_checkpoint import write_checkpoint
 
 Tensors = Mapping[str, np.ndarray]
@@ -72,8 +75,9 @@ def write_eagle3(directory: Path, config: dict[str, Any], seed: int = 0, **chang
     """Writes a head and returns its tensors; ``changed`` are tensors that replace random ones, None for missing."""
     first = "layers.0" if "speculators_model_type" in config else "midlayer"
     tensors = _random(eagle3_shapes(config, first), seed)
-    ids = np.sort(np.random.default_rng(seed).permutation(51)[: config["draft_vocab_size"]])
-    tensors |= {"d2t": ids - np.arange(len(ids)), "t2d": np.isin(np.arange(51), ids), **changed}
+    tokens = np.arange(config.get("transformer_layer_config", config)["vocab_size"])
+    ids = np.sort(np.random.default_rng(seed).permutation(tokens)[: config["draft_vocab_size"]])
+    tensors |= {"d2t": ids - np.arange(len(ids)), "t2d": np.isin(tokens, ids), **changed}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -93,6 +97,15 @@ def write_mtp(directory: Path, config: dict[str, Any], seed: int = 0) -> dict[st
     tensors |= {f"{layer}.shared_head.head.weight": tensors["lm_head.weight"]}
     save_file(tensors, directory / "model.safetensors")
     return tensors
+
+
+def load_head(method: str, directory: Path, target: Path) -> DraftHead:
+    """Checks and loads a head on one device, as the engine does."""
+    device, config = SingleDeviceSharding(jax.devices()[0]), read_model_config(target)
+    source = find_head(method, directory, config)
+    head = source.abstract(Scope(), lambda axes: device)
+    source.check(head, model_listings(config))
+    return head.merge_module(source.load(head, model_listings(config)))
 
 
 def _random(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:

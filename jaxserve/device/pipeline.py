@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.device.sharded_model import shardings
+from jaxserve.device.handed_over import abstract_hidden
 from jaxserve.device.stage import Stage
 from jaxserve.device.step_batch import BatchShape, LatestTokens
+from jaxserve.device.structs import shardings
 from jaxserve.scheduling.plan import ON_DEVICE, StepPlan
 from jaxserve.scheduling.row_starts import as_array
 
@@ -40,7 +41,7 @@ class Pipeline:
     def __init__(self, stages: Sequence[Stage]):
         *earlier, last = stages
         self._earlier = tuple(earlier)
-        self._next = [stage.model.abstract_hidden(1).sharding for stage in stages[1:]]
+        self._next = [abstract_hidden(stage.model, 1).sharding for stage in stages[1:]]
         self._latest = [shardings(stage.model.abstract_latest()) for stage in earlier]
         empty = jax.tree.map(lambda struct: np.zeros(struct.shape, struct.dtype), last.model.abstract_latest())
         self._returned = collections.deque([self._sent(-1, empty)], maxlen=len(stages) + 1)

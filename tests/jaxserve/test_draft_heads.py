@@ -11,23 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
 
 from checkpoints import CheckpointError
 from jaxserve.api.errors import ConfigError
 from jaxserve.layers.attention import AttentionSettings, Pools, choose_attention
-from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM, TokenBatch
 from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.models.drafters.eagle3_config import read_eagle3
 from jaxserve.models.drafters.mtp import mtp_config
-from jaxserve.models.drafters.source import find_head
 from jaxserve.models.layer_stack import HiddenStates
 from jaxserve.models.loading import load_model, read_model_config
-from jaxserve.models.output_head import model_listings
 from pallas_kernels import AttentionBatch
 from tests import draft_heads
-from tests.draft_heads import HEAD, Tensors, as_speculators, write_eagle3, write_mtp
+from tests.draft_heads import HEAD, Tensors, as_speculators, load_head, write_eagle3, write_mtp
 from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint
 
 TARGET = {**LLAMA, "num_hidden_layers": 8}
@@ -43,15 +39,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "eagle-3.1": as_speculators(HEAD, fc_norm=True, norm_output=True, norm_before_residual=True),
 }
 LENGTH = 9
-
-
-def load(method: str, directory: Path, target: Path) -> DraftHead:
-    """Checks and loads a head on one device, as the engine does."""
-    device, config = SingleDeviceSharding(jax.devices()[0]), read_model_config(target)
-    source = find_head(method, directory, config)
-    head = source.abstract(Scope(), lambda axes: device)
-    source.check(head, model_listings(config))
-    return head.merge_module(source.load(head, model_listings(config)))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +97,7 @@ def test_eagle3_drafts_what_its_files_say(llama: tuple[Path, CausalLM], form: st
     directory, target = llama
     config, random = FORMS[form], np.random.default_rng(3)
     tensors = write_eagle3(tmp_path / "head", config)
-    head = load("eagle3", tmp_path / "head", directory)
+    head = load_head("eagle3", tmp_path / "head", directory)
     assert head.aux_layers == ((0, 3, 7) if "eagle_config" in config else (2, 4, 5))
     tokens, table = random.integers(0, 51, LENGTH), embedding(target)
     aux = random.normal(size=(LENGTH, 48)).astype(np.float32)
@@ -137,10 +124,10 @@ def test_eagle3_drafts_what_its_files_say(llama: tuple[Path, CausalLM], form: st
 def test_a_head_saved_by_torch_is_the_same(llama: tuple[Path, CausalLM], tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     tensors = write_eagle3(tmp_path, HEAD)
-    one = load("eagle3", tmp_path, llama[0])
+    one = load_head("eagle3", tmp_path, llama[0])
     (tmp_path / "model.safetensors").unlink()
     torch.save({name: torch.from_numpy(tensor) for name, tensor in tensors.items()}, tmp_path / "pytorch_model.bin")
-    other = load("eagle3", tmp_path, llama[0])
+    other = load_head("eagle3", tmp_path, llama[0])
     assert one.token_ids == other.token_ids
     for each, expected in zip(jax.tree.leaves(nnx.state(other)), jax.tree.leaves(nnx.state(one)), strict=True):
         np.testing.assert_array_equal(each, expected)
@@ -148,7 +135,7 @@ def test_a_head_saved_by_torch_is_the_same(llama: tuple[Path, CausalLM], tmp_pat
 
 def test_mtp_drafts_what_its_files_say(tmp_path: Path) -> None:
     tensors = write_mtp(tmp_path, DEEPSEEK)
-    head, target = load("mtp", tmp_path, tmp_path), load_model(tmp_path)
+    head, target = load_head("mtp", tmp_path, tmp_path), load_model(tmp_path)
     random = np.random.default_rng(5)
     tokens, table = random.integers(0, 51, LENGTH), embedding(target)
     hidden = random.normal(size=(LENGTH, 16)).astype(np.float32)
@@ -207,7 +194,7 @@ def test_a_projection_of_another_width_is_refused(llama: tuple[Path, CausalLM], 
     changed: dict[str, Any] = {"fc.weight": np.zeros((16, 32), np.float32)}
     write_eagle3(tmp_path, HEAD, **changed)
     with pytest.raises(CheckpointError, match=r"fc.weight has shape \[16, 32\], expected \[16, 48\]"):
-        load("eagle3", tmp_path, llama[0])
+        load_head("eagle3", tmp_path, llama[0])
 
 
 def test_models_without_the_layer_are_refused(llama: tuple[Path, CausalLM], tmp_path: Path) -> None:
@@ -217,4 +204,4 @@ def test_models_without_the_layer_are_refused(llama: tuple[Path, CausalLM], tmp_
     with pytest.raises(ConfigError, match="num_nextn_predict_layers=0"):
         mtp_config(read_model_config(tmp_path, {"num_nextn_predict_layers": 0}))
     with pytest.raises(ConfigError, match=r"has no tensors of .*, model.layers.2, which quantized copies"):
-        load("mtp", tmp_path, tmp_path)
+        load_head("mtp", tmp_path, tmp_path)

@@ -13,6 +13,7 @@ import pytest
 from jaxserve import LLM, ConfigError, PoolingParams, RequestOutput, SamplingParams
 from jaxserve.api.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
+from jaxserve.device.handed_over import abstract_input
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_hidden, trace_step
 from jaxserve.layers.kv_layout import KVSpec
@@ -260,7 +261,7 @@ def test_what_a_draft_head_reads_goes_from_stage_to_stage(layout: str) -> None:
         _, output = step(random_params(model), state.pools, state.latest, buffer, *given)
         given = [each for each in (output.hidden, output.aux) if each is not None]
         hidden.append(np.asarray(output.hidden))
-    assert [each.shape for each in given] == [each.shape for each in stages[-1].abstract_input(16)]
+    assert [each.shape for each in given] == [each.shape for each in abstract_input(stages[-1], 16)]
     np.testing.assert_array_equal(given[1], np.concatenate(hidden[:2], 1))
     assert [any(path.startswith("embed.") for path in model.abstract_model.params) for model in stages] == [
         *(True, False, False, True)

@@ -89,7 +89,6 @@ class Eagle3Head(DraftHead):
     """
 
     def __init__(self, config: Eagle3Config, *, scope: Scope):
-        scope = dataclasses.replace(scope, parallel=dataclasses.replace(scope.parallel, residual="replicated"))
         first = Eagle3Layer(config, scope.at("layers.0"))
         others = [build_layer(config, i, scope.at(f"layers.{i}")) for i in range(1, config.num_layers)]
         embed = VocabEmbedding(config.vocab_size, config.hidden_size, scope=scope.at("embed_tokens"))

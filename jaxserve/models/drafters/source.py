@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import jax
+from flax import nnx
 
 from checkpoints import Listings, check_recipes, open_checkpoint
 from jaxserve.layers.model_config import ModelConfig
@@ -31,11 +32,23 @@ class HeadSource:
     config: Eagle3Config | SparseConfig
     load_format: str = "auto"
 
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs the head reads."""
+        return self.config.aux_layers if isinstance(self.config, Eagle3Config) else ()
+
     def build(self, scope: Scope) -> DraftHead:
-        """Build the head in the target's scope."""
+        """Build the head in the target's scope; each device has all rows of its hidden states, and its own output
+        head's logits."""
+        parallel = dataclasses.replace(scope.parallel, residual="replicated", logits="gathered")
+        scope = dataclasses.replace(scope, parallel=parallel)
         if isinstance(self.config, Eagle3Config):
             return Eagle3Head(self.config, scope=scope)
         return MTPHead(self.config, scope=scope)
+
+    def outline(self, scope: Scope) -> DraftHead:
+        """Return the head without values."""
+        return nnx.eval_shape(lambda: self.build(scope))
 
     def abstract(self, scope: Scope, sharding: ShardingOf) -> AbstractModel:
         """Return the head without values; see ``abstract_head``."""

@@ -10,7 +10,13 @@ from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.proposers.suffix import SuffixProposer
 
 PROPOSERS: Mapping[str, Callable[[Mapping[str, Any]], DraftProposer]] = MappingProxyType(
-    {"ngram": NgramProposer, "suffix": SuffixProposer, "draft_model": DeviceProposer}
+    {
+        "ngram": NgramProposer,
+        "suffix": SuffixProposer,
+        "draft_model": DeviceProposer,
+        "eagle3": DeviceProposer,
+        "mtp": DeviceProposer,
+    }
 )
 """The proposer of each method, made from the checked settings."""
 
