@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 
 MAX_DRAFTS = 64
-DEVICE_METHODS = ("draft_model",)
+DEVICE_METHODS = ("draft_model", "eagle3", "mtp")
 """Methods whose drafts a model makes on the device."""
 KEYS: Mapping[str, Key] = MappingProxyType(
     {
@@ -84,6 +84,14 @@ METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "draft_tensor_parallel_size",
             "draft_sample_method",
         ),
+        "eagle3": (
+            *_COMMON,
+            "model",
+            "revision",
+            "draft_tensor_parallel_size",
+            "draft_sample_method",
+        ),
+        "mtp": (*_COMMON, "draft_tensor_parallel_size", "draft_sample_method"),
     }
 )
 """The keys of each method, besides ``method``; all are in ``KEYS`` or ``TEXTS``."""

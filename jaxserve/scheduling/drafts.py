@@ -75,10 +75,12 @@ def add_drafts(
             for sequence, drafts in zip(sequences, usable, strict=True)
         ]
         lengths, step.waits = chooser.choose(proposed, budget)
-        if any(lengths):
+        if any(lengths) or limits.num_lookahead:
             step.proposed = dict(zip(sequences, proposed, strict=True))
             rows = zip(sequences, usable, lengths, strict=True)
-            _write(step, [_reserve(sequence, drafts, length, step, pages) for sequence, drafts, length in rows])
+            kept = [_reserve(*row, step, pages) for row in rows]
+            if any(kept):
+                _write(step, kept)
     return found is not None
 
 
@@ -182,8 +184,9 @@ def _reserve(sequence: Sequence, drafts: ConstrainedDrafts, most: int, step: Ste
     """Return the drafts that fit into a sequence's pages, at most ``most``; reserve these, with their masks."""
     token_ids, start = drafts.token_ids[:most], sequence.num_computed
     end = start + len(token_ids)
-    if pages.with_lookahead(sequence, end) > sequence.decode_limit:
-        pages.grow_to(sequence, pages.with_lookahead(sequence, end))
+    wanted = pages.with_lookahead(sequence, end)
+    if wanted > sequence.decode_limit:
+        pages.grow_to(sequence, wanted)
         step.plan.grants += pages.grants(sequence)
         end = min(end, sequence.decode_limit)
         token_ids = token_ids[: end - start]
