@@ -132,16 +132,19 @@ WRONG = [
         "per_request_spec_decode_metrics: expected one of none, summary, detailed, got 'all'",
     ),
     ({"speculative_config": "ngram"}, "speculative_config: expected dict, got 'ngram'"),
-    ({"speculative_config": {}}, "speculative_config.method: expected one of grammar, ngram, suffix, got None"),
     (
-        {"speculative_config": {"method": "eagle3"}},
-        "speculative_config.method: expected one of grammar, ngram, suffix, got 'eagle3'",
+        {"speculative_config": {}},
+        "speculative_config.method: expected one of grammar, ngram, suffix, draft_model, eagle3, mtp, got None",
+    ),
+    (
+        {"speculative_config": {"method": "eagle9"}},
+        "speculative_config.method: expected one of grammar, ngram, suffix, draft_model, eagle3, mtp, got 'eagle9'",
     ),
     ({"speculative_config": {"method": ["ngram"]}}, r"speculative_config.method: .*got \['ngram'\]"),
     (
         {"speculative_config": {"method": "ngram", "model": "m"}},
-        "speculative_config: expected method, num_speculative_tokens, prompt_lookup_max, prompt_lookup_min with method "
-        "'ngram'; got 'model'",
+        "speculative_config: expected method, num_speculative_tokens, enable_adaptive_verification, prompt_lookup_max, "
+        "prompt_lookup_min with method 'ngram'; got 'model'",
     ),
     (
         {"speculative_config": {"method": "ngram"}},
@@ -168,6 +171,10 @@ WRONG = [
     ),
     ({"speculative_config": {"method": "medusa"}}, "got 'medusa': its heads guess trees of tokens; drafts are chains"),
     ({"spec_method": "ngram", "spec_tokens": 65}, "num_speculative_tokens: expected an integer from 1 to 64, got 65"),
+    (
+        {"spec_method": "suffix", "speculative_config": {"enable_adaptive_verification": 1}},
+        "speculative_config.enable_adaptive_verification: expected true or false, got 1",
+    ),
     (
         {"spec_method": "suffix", "speculative_config": {"suffix_max_tree_depth": 8}},
         "got 'suffix_max_tree_depth'; did you mean suffix_decoding_max_tree_depth?",
@@ -351,4 +358,4 @@ def test_every_setting_is_used_somewhere(repository: Path) -> None:
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "config":
                     read.add(node.attr)
     unused = {field.name for field in dataclasses.fields(EngineConfig)} - read
-    assert unused == {"convert", "mesh", "spec_method", "spec_tokens"}, "they stand for other settings"
+    assert unused == {"convert", "mesh", "spec_method", "spec_model", "spec_tokens"}, "they stand for other settings"
