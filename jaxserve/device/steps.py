@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxserve.device.drafting import draft, step_tokens
 from jaxserve.device.sampler_batch import SamplerBatch
-from jaxserve.device.sharded_model import ShardedModel, StepState, shardings
+from jaxserve.device.sharded_model import ShardedModel, shardings
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch
+from jaxserve.device.step_state import StepState
 from jaxserve.layers.attention import AttentionSettings, Pools
 from jaxserve.layers.attention_chunks import chunks_of
 from jaxserve.layers.row_sums import add_tokens
@@ -78,13 +80,19 @@ def trace_step(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.st
         x: Float[Array, "T D"] | None = None,
     ) -> tuple[StepState, StepOutput]:
         batch = sharded.unpack(buffer, shape, state.latest)
-        return run_step(sharded.model(arrays), state, batch, mask, settings, x)
+        state, output = run_step(sharded.model(arrays), state, batch, mask, settings, x)
+        if sharded.drafter is not None:
+            pools, latest = draft(
+                sharded, arrays, state.pools, state.latest, buffer, step_tokens(batch), shape, variant
+            )
+            state = state._replace(pools=pools, latest=latest)
+        return state, output
 
     state, buffer = sharded.abstract_state(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
     mask = sharded.rows_struct(sharded.mask_shape(shape.sampler.num_samples), jnp.int32)
     out_shardings = (shardings(state), sharded.rows_sharding)
     given = sharded.abstract_input(shape.num_tokens)
-    return sharded.trace(step, (sharded.abstract_params, state, buffer, mask, *given), out_shardings, donated=[1])
+    return sharded.trace(step, (sharded.program_params, state, buffer, mask, *given), out_shardings, donated=[1])
 
 
 class HiddenOutput(NamedTuple):
@@ -121,7 +129,7 @@ def trace_hidden(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
 
     pools, buffer = sharded.abstract_all_pools(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
     given = sharded.abstract_input(shape.num_tokens)
-    arguments = (sharded.abstract_params, pools, sharded.abstract_latest(), buffer, *given)
+    arguments = (sharded.program_params, pools, sharded.abstract_latest(), buffer, *given)
     return sharded.trace(stage, arguments, (shardings(pools), sharded.rows_sharding), donated=[1])
 
 
@@ -269,8 +277,10 @@ def keep_tokens(
         tables = tables._replace(token_counts=counted(tables.token_counts, before_latest, tokens, split))
         slots = jnp.where(kept.is_latest, slots, NOWHERE)
         tokens = jnp.where(kept.is_kept, tokens, NO_TOKEN)
-    new = LatestTokens(jnp.maximum(tokens, 0), batch.inputs.positions)
-    latest = jax.tree.map(lambda old, set_to: old.at[slots].set(set_to, mode="drop"), latest, new)
+    latest = latest._replace(
+        token_ids=latest.token_ids.at[slots].set(jnp.maximum(tokens, 0), mode="drop"),
+        positions=latest.positions.at[slots].set(batch.inputs.positions, mode="drop"),
+    )
     return KeptState(latest, tables, tokens)
 
 

@@ -19,8 +19,8 @@ from jaxserve.device.compiling import use_compilation_cache
 from jaxserve.device.memory import STEPS_IN_FLIGHT, MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
-from jaxserve.device.sharded_model import StepState
 from jaxserve.device.stage import Stage, num_programs
+from jaxserve.device.step_state import StepState
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.expert_load import ExpertLoad
@@ -109,6 +109,9 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     check_vocabulary(tokenizer, plan.config.vocab_size)
     parsers = chosen_parsers(config, plan.config.architecture, tokenizer)
     check_weights(plan.directory, plan.models[0].whole_model(), plan.load_format)
+    drafter = plan.models[-1].drafter
+    if drafter is not None:
+        check_weights(drafter.directory, drafter.sharded.abstract_model, plan.load_format)
     use_compilation_cache(config.compilation_cache_dir, plan.models[0].mesh.devices.flat[0])
     log_choices(plan)
     if AUTO in (config.tool_call_parser, config.reasoning_parser):
@@ -149,7 +152,9 @@ def make_replicas(config: EngineConfig, plan: EnginePlan, runners: Iterable[Runn
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     drafts, admits_whole = config.num_speculative_tokens, config.enable_chunked_prefill is False
     most_samples = plan.buckets.max_step_samples
-    limits = SchedulerLimits(*sizes, drafts, plan.needs.windows, plan.num_stages, admits_whole, most_samples)
+    limits = SchedulerLimits(
+        *sizes, drafts, plan.needs.windows, plan.num_stages, admits_whole, most_samples, config.num_device_drafts
+    )
     depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
     replicas, speculation = list[Replica](), config.speculative_config
     pages, keeps = (sharded.num_pages, sharded.page_size), config.enable_prefix_caching
@@ -280,7 +285,9 @@ def log_choices(plan: EnginePlan) -> None:
         sharded.layout.name,
         sharded.kernel.name,
         sharded.page_size,
-        num_programs(plan.buckets, device.platform, sharded.is_always_full, plan.num_stages),
+        num_programs(
+            plan.buckets, device.platform, sharded.is_always_full, plan.num_stages, plan.models[-1].drafter is not None
+        ),
     )
     if plan.num_stages > 1:
         layers = (f"{sharded.stage.first} to {sharded.stage.stop - 1}" for sharded in plan.replicas[0] if sharded.stage)

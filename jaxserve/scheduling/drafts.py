@@ -59,7 +59,7 @@ def add_drafts(
     for row, (sequence, tokens) in enumerate(zip(sequences, found or [], strict=False)):
         if tokens or sequence.constraint is not None:
             most = min(limits.max_draft_tokens, budget)
-            kept = drafts[row] = _reserve(sequence, tokens, most, step, pages)
+            kept = drafts[row] = _reserve(sequence, tokens, most, step, pages, limits.num_lookahead)
             budget -= len(kept)
     if any(drafts):
         _write(step, drafts)
@@ -107,8 +107,11 @@ def finish_drafts(proposer: DraftProposer, sequence: Sequence) -> bool:
     return True
 
 
-def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, counts: DraftCounts) -> None:
-    """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``."""
+def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages | None, counts: DraftCounts) -> None:
+    """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``.
+
+    Sequences keep all ``pages`` if that is None: a drafter on the device writes past them.
+    """
     accepted = list[int]()
     for num_samples, sequence, new in zip(step.plan.num_samples, step.sequences, tokens, strict=True):
         if num_samples <= 1 or sequence.finish_reason is not None:
@@ -122,14 +125,17 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages, coun
         sequence.num_pending -= num_rejected
         if sequence.slot >= 0:
             sequence.num_computed -= num_rejected
-            pages.shrink(sequence)
+            if pages is not None:
+                pages.shrink(sequence)
     counts.num_drafts += len(accepted)
     for num_accepted, num_rows in collections.Counter(accepted).items():
         for position in range(num_accepted):
             counts.num_accepted[position] += num_rows
 
 
-def _reserve(sequence: Sequence, tokens: list[int], most: int, step: Step, pages: ContextPages) -> list[int]:
+def _reserve(
+    sequence: Sequence, tokens: list[int], most: int, step: Step, pages: ContextPages, num_lookahead: int
+) -> list[int]:
     """Return the drafts that fit into a sequence's pages and its maximum length; reserve these, with their masks.
 
     Args:
@@ -138,6 +144,7 @@ def _reserve(sequence: Sequence, tokens: list[int], most: int, step: Step, pages
         most: Most drafts.
         step: Gets the grants of new pages, and the masks.
         pages: Allocates them.
+        num_lookahead: Tokens after the drafts that need pages too, as far as there are any.
     """
     start, num_in_flight = sequence.num_computed, sequence.num_pending - 1  # excludes this row's token
     most, masks = min(most, sequence.max_length - 1 - start), list[bytes | None]()
@@ -148,8 +155,9 @@ def _reserve(sequence: Sequence, tokens: list[int], most: int, step: Step, pages
     else:
         return []
     end = start + len(drafts)
-    if end > sequence.decode_limit:
-        pages.grow_to(sequence, end)
+    wanted = min(end + num_lookahead, sequence.max_length - 1)
+    if wanted > sequence.decode_limit:
+        pages.grow_to(sequence, wanted)
         step.plan.grants += pages.grants(sequence)
         end = min(end, sequence.decode_limit)
         drafts = drafts[: end - start]

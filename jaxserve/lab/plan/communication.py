@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.device.sharded_model import ShardedModel, StepState
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape, StepBatch
+from jaxserve.device.step_state import StepState
 from jaxserve.device.steps import attention_settings, sample_rows
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.residual import own_rows, whole_rows
