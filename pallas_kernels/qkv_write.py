@@ -299,6 +299,10 @@ _EPS = 1e-6
 
 
 def _visible(case: Case, arrays: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-    """Return the arrays; of a poisoned case with 4 where NaN stood, which few numbers are near."""
-    first, second, third = (jnp.where(jnp.isnan(a), 4.0, a) for a in arrays) if case.is_poisoned else arrays
-    return first, second, third
+    """Return the arrays; of a poisoned case with 4 where NaN stood, which few numbers are near.
+
+    Several padding tokens are written to one place in any order: their page is blank.
+    """
+    query, *pools = (jnp.where(jnp.isnan(a), 4.0, a) for a in arrays) if case.is_poisoned else arrays
+    keys, values = (pool.at[-1].set(0) for pool in pools) if case.num_padding > 1 else pools
+    return query, keys, values

@@ -98,9 +98,10 @@ class EngineConfig:
             ``suffix_decoding_min_token_prob`` (0.1). ``draft_model`` samples from a smaller ``model`` with the same
             vocabulary (a directory or hub id, and its ``revision``), of the same ``dtype`` by default, on the same
             devices; ``draft_sample_method`` says whether as each request asks for (``probabilistic``, the default) or
-            its most likely tokens (``greedy``). With ``deterministic``, completions are bit for bit those without
-            drafts; otherwise drafts affect them no more than other requests in a batch do. With every method, tokens
-            that a grammar or a thinking budget forces are drafts too; with ``grammar``, only these are.
+            its most likely tokens (``greedy``); requests with structured outputs take what their grammar forces alone.
+            With ``deterministic``, completions are bit for bit those without drafts; otherwise drafts affect them no
+            more than other requests in a batch do. With every method, tokens that a grammar or a thinking budget forces
+            are drafts too; with ``grammar``, only these are.
         spec_method: Short for the key ``method`` of ``speculative_config``.
         spec_model: Short for its key ``model``.
         spec_tokens: Short for its key ``num_speculative_tokens``.
@@ -129,6 +130,9 @@ class EngineConfig:
         expert_load_metrics: Count the tokens routed to each expert, for the metric ``jaxserve:expert_tokens`` and
             ``LLM.expert_load``. The number is that of groups of consecutive layers that the metric distinguishes, so 1
             gives a time series per expert. 0: no counting.
+        per_request_spec_decode_metrics: Report the drafts of each completion, once it is finished, as
+            ``CompletionOutput.spec_decode_metrics`` and in the server's responses (``metrics.speculative_decoding``):
+            ``summary`` counts them by the number of accepted tokens, ``detailed`` also lists them; ``none``: no report.
         disable_log_stats: Disable the periodic log line and per-request metrics.
         compilation_cache_dir: Directory that keeps compiled programs for the next start; empty disables it.
         warm_up: Run every program once before the engine is ready, so that no request waits for work that XLA delays
@@ -189,6 +193,7 @@ class EngineConfig:
     kernels: str | None = None
     num_threads: int | None = None
     expert_load_metrics: int = 0
+    per_request_spec_decode_metrics: str = "none"
     disable_log_stats: bool = True
     compilation_cache_dir: str | None = None
     warm_up: bool = True

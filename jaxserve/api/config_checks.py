@@ -58,6 +58,7 @@ _CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "scheduling_policy": ("fcfs", "priority"),
         "logprobs_mode": LOGPROBS_MODES,
         "kernels": ("native", "xla"),
+        "per_request_spec_decode_metrics": ("none", "summary", "detailed"),
         "runner": ("auto", "generate", "pooling"),
         "convert": ("auto", "none", "embed"),
         "tokenizer_mode": ("auto", "hf", "slow"),
@@ -106,9 +107,19 @@ def check_settings(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[
     _check_numbers(values)
     _check_generation_config("override_generation_config", given.get("override_generation_config", {}))
     _check_compile_sizes("compile_sizes", given.get("compile_sizes", {}))
-    checked["speculative_config"] = check_speculation(values["speculative_config"], values)
+    checked["speculative_config"] = _check_speculation(values)
     checked |= dict.fromkeys(SHORTCUTS)  # ``speculative_config`` has them
     return checked
+
+
+def _check_speculation(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the checked ``speculative_config``; None without speculative decoding."""
+    config, level = check_speculation(values["speculative_config"], values), values["per_request_spec_decode_metrics"]
+    if config is None and level != "none":
+        raise ConfigError(
+            f"per_request_spec_decode_metrics={level!r} needs speculative_config: without it there are no drafts"
+        )
+    return config
 
 
 def _check_numbers(values: Mapping[str, Any]) -> None:

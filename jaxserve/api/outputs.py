@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from jaxserve.api.draft_metrics import RequestSpecDecodeMetrics
 from jaxserve.api.errors import RequestFailedError
 from jaxserve.api.logprobs import Logprob, PromptLogprobs, SampleLogprobs
 
@@ -25,6 +26,8 @@ class CompletionOutput:
     """None while it is being generated."""
     stop_reason: int | str | None = None
     """The stop string or stop token id; None for the end-of-sequence token and for other finish reasons."""
+    spec_decode_metrics: RequestSpecDecodeMetrics | None = None
+    """Its drafts, once it is finished; None unless the engine has `per_request_spec_decode_metrics`."""
 
     def finished(self) -> bool:
         """Return whether the sequence is finished."""
@@ -39,6 +42,7 @@ class CompletionOutput:
         self.cumulative_logprob = delta.cumulative_logprob
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
+        self.spec_decode_metrics = delta.spec_decode_metrics
 
     def __repr__(self) -> str:
         """Return the text and the finish reason; token ids and logprobs as counts."""
@@ -47,7 +51,7 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
-    """Counts and times of a request so far: the fields of vLLM's `RequestStateStats`.
+    """Counts and times of a request so far: the fields of vLLM's `RequestStateStats`, and counts of drafts.
 
     Fields that end in `_ts` are seconds of `time.monotonic()`; 0.0 if the event has not happened.
     """
@@ -65,6 +69,12 @@ class RequestMetrics:
     """When its newest token arrived on the host."""
     first_token_latency: float = 0.0
     """Seconds from arrival to the first token."""
+    num_drafts: int = 0
+    """Number of steps that verified draft tokens, of all completions."""
+    num_draft_tokens: int = 0
+    """Number of these draft tokens."""
+    num_accepted_tokens: int = 0
+    """Number of accepted ones, without the token that each step samples after them."""
     is_corrupted: bool = False
     """Whether the model produced NaN logits or non-finite hidden states; the request has then failed."""
 

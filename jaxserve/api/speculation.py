@@ -36,7 +36,7 @@ class Key(NamedTuple):
 
 
 MAX_DRAFTS = 64
-DEVICE_METHODS = ("draft_model",)
+DEVICE_METHODS = ("draft_model", "eagle3", "mtp")
 """Methods whose drafts a model makes on the device."""
 KEYS: Mapping[str, Key] = MappingProxyType(
     {
@@ -78,6 +78,14 @@ METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "draft_tensor_parallel_size",
             "draft_sample_method",
         ),
+        "eagle3": (
+            "num_speculative_tokens",
+            "model",
+            "revision",
+            "draft_tensor_parallel_size",
+            "draft_sample_method",
+        ),
+        "mtp": ("num_speculative_tokens", "draft_tensor_parallel_size", "draft_sample_method"),
     }
 )
 """The keys of each method, besides ``method``; all are in ``KEYS`` or ``TEXTS``."""

@@ -168,7 +168,6 @@ NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
         "kv_cache_metrics_sample": Argument(_METRICS),
         "enable_mfu_metrics": Argument(_METRICS, False),
         "enable_layerwise_nvtx_tracing": Argument(_METRICS, False),
-        "per_request_spec_decode_metrics": Argument(_METRICS, "none"),
         "jit_monitor_mode": Argument("nothing compiles once the engine is ready"),
         "jit_monitor_verbose": Argument("nothing compiles once the engine is ready", False),
         "renderer_num_workers": Argument("prompts are rendered on a pool of threads"),

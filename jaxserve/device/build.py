@@ -276,7 +276,11 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
             f"{config.tensor_parallel_size}"
         )
     models = [dataclasses.replace(sharded, stage=stage) for stage in choose_stages(config, sharded, num_stages)]
-    models[-1] = dataclasses.replace(models[-1], drafter=plan_drafter(config, sharded))
+    drafter = plan_drafter(config, sharded)
+    if drafter is not None:
+        head = drafter.sharded.head
+        models = [dataclasses.replace(stage, aux_layers=head and head.aux_layers) for stage in models]
+        models[-1] = dataclasses.replace(models[-1], drafter=drafter)
     samples = 1 + config.num_speculative_tokens
     step_samples = most_samples(sharded, max_num_batched_tokens, samples, num_stages)
     needs = [memory_needs(stage, max_num_batched_tokens, samples, step_samples) for stage in models]
@@ -334,7 +338,10 @@ def load_params(plan: EnginePlan, sharded: ShardedModel) -> tuple[jax.Array, ...
     if sharded.drafter is None:
         return packed
     drafter = sharded.drafter.sharded
-    params = load_weights(sharded.drafter.directory, drafter.abstract_model, None, plan.load_format)
+    if drafter.head is None:
+        params = load_weights(sharded.drafter.directory, drafter.abstract_model, None, plan.load_format)
+    else:
+        params = drafter.head.load(drafter.abstract_model, lambda: sharded.whole_model().listings)
     return (*packed, *drafter.packing.pack(params))
 
 

@@ -14,14 +14,19 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.api.sampling_options import SAMPLING_OPTIONS, OptionValues
+from jaxserve.device.handed_over import abstract_hidden
+from jaxserve.device.head_states import HeadStates
 from jaxserve.device.sampler_batch import SLOT_PARAMS, unpack_arrays
-from jaxserve.device.sharded_model import Drafter, ShardedModel, shardings
+from jaxserve.device.sharded_model import Drafter, ShardedModel
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, TokenPlaces, row_of_each_token, token_places
+from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import AttentionSettings, Pools
 from jaxserve.layers.rows import map_rows
 from jaxserve.models.causal_lm import CausalLM, TokenBatch
+from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.sampling.penalties import SamplerInputs
 from jaxserve.sampling.sampler import VARIANTS, sample_plainly
+from jaxserve.sampling.verification import NOWHERE
 from pallas_kernels import AttentionBatch
 
 
@@ -31,10 +36,14 @@ class StepTokens(NamedTuple):
     Attributes:
         tokens: Token ids.
         starts: Position of each row's first token.
+        hidden: Hidden state of each token, before the norm of the head; None unless a draft head reads it.
+        aux: Inputs of the layers that the draft head reads; None if it reads none.
     """
 
     tokens: Int[Array, " T"]
     starts: Int[Array, " R"]
+    hidden: Float[Array, "T D"] | None = None
+    aux: Float[Array, "T aux"] | None = None
 
 
 def step_tokens(batch: StepBatch) -> StepTokens:
@@ -45,24 +54,37 @@ def step_tokens(batch: StepBatch) -> StepTokens:
 def trace_drafts(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
     """Trace the drafting of a batch shape as a program of its own, for CPUs.
 
-    The traced function maps (packed parameters, all pools, latest tokens, buffer, ``StepTokens``) to (pools, latest
-    tokens), and donates pools and latest tokens.
+    The traced function maps (packed parameters, all pools, latest tokens, ``HeadStates``, buffer, ``StepTokens``) to
+    (pools, latest tokens, ``HeadStates``), all of which it donates.
     """
 
     def drafts(
         arrays: tuple[Array, ...],
         pools: tuple[Pools, ...],
         latest: LatestTokens,
+        states: HeadStates | None,
         buffer: Int[Array, " size"],
         given: StepTokens,
-    ) -> tuple[tuple[Pools, ...], LatestTokens]:
-        return draft(sharded, arrays, pools, latest, buffer, given, shape, "any")
+    ) -> Drafted:
+        return draft(sharded, arrays, pools, latest, states, buffer, given, shape, "any")
 
     buffer = sharded.rows_struct((shape.buffer_size,), jnp.int32)
     given = StepTokens(*(sharded.rows_struct((size,), jnp.int32) for size in (shape.num_tokens, shape.num_rows)))
-    pools, latest = sharded.abstract_all_pools(), sharded.abstract_latest()
-    arguments = (sharded.program_params, pools, latest, buffer, given)
-    return sharded.trace(drafts, arguments, shardings((pools, latest)), donated=[1, 2])
+    if sharded.aux_layers is not None:
+        num_aux = len(sharded.aux_layers)
+        aux = abstract_hidden(sharded, shape.num_tokens, num_aux) if num_aux else None
+        given = given._replace(hidden=abstract_hidden(sharded, shape.num_tokens), aux=aux)
+    kept = Drafted(sharded.abstract_all_pools(), sharded.abstract_latest(), sharded.abstract_states())
+    arguments = (sharded.program_params, *kept, buffer, given)
+    return sharded.trace(drafts, arguments, shardings(kept), donated=[1, 2, 3])
+
+
+class Drafted(NamedTuple):
+    """What drafting changes of the state; see ``StepState``."""
+
+    pools: tuple[Pools, ...]
+    latest: LatestTokens
+    states: HeadStates | None
 
 
 def draft(
@@ -70,18 +92,20 @@ def draft(
     arrays: tuple[Array, ...],
     pools: tuple[Pools, ...],
     latest: LatestTokens,
+    states: HeadStates | None,
     buffer: Int[Array, " size"],
     given: StepTokens,
     shape: BatchShape,
     variant: str,
-) -> tuple[tuple[Pools, ...], LatestTokens]:
-    """Draft the tokens after each row that has sampled; return the pools and the latest tokens.
+) -> Drafted:
+    """Draft the tokens after each row that has sampled.
 
     Args:
         sharded: The model, with its drafter.
         arrays: Packed parameters of the model and the drafter.
         pools: All pools; those of the drafter are the last.
         latest: Latest tokens, after the sampler.
+        states: What a draft head keeps.
         buffer: The step's buffer.
         given: What the step has instead of the buffer's ``ON_DEVICE`` values.
         shape: Batch shape.
@@ -89,24 +113,27 @@ def draft(
     """
     drafter = sharded.drafter
     assert drafter is not None and latest.drafts is not None
-    fields = unpack_arrays(buffer, shape.fields) | given._asdict()
+    fields = unpack_arrays(buffer, shape.fields) | {"tokens": given.tokens, "starts": given.starts}
     rows = _Rows.of(fields, latest, sharded, drafter)
-    model, first = drafter.sharded.model(arrays[-len(drafter.sharded.abstract_params) :]), len(sharded.own_pools())
-    run = _Run(model, drafter, rows, fields["variant"] if variant == "any" else jnp.int32(VARIANTS.index(variant)))
-    own, token = run.take_in(fields, pools[first:], shape)
+    first, seen = len(sharded.own_pools()), None
+    run = _Run.of(sharded, arrays, rows, fields["variant"] if variant == "any" else jnp.int32(VARIANTS.index(variant)))
+    if states is not None:
+        seen = run.seen(given, fields, states)
+        states = run.kept(states, seen.own, fields)
+    taken = run.take_in(fields, pools[first:], shape, seen)
     num_drafts = latest.drafts.shape[1]
-    filled = jnp.zeros((num_drafts, shape.num_rows), jnp.int32).at[0].set(token)
+    filled = jnp.zeros((num_drafts, shape.num_rows), jnp.int32).at[0].set(taken.token)
 
-    def one_more(i: Int[Array, ""], carry: Any) -> Any:
-        own, filled = carry
-        own, token = run.go_on(filled[i - 1], i, own)
-        return own, filled.at[i].set(token)
+    def one_more(i: Int[Array, ""], carry: tuple[_Taken, Int[Array, "drafts R"]]) -> Any:
+        taken, filled = carry
+        taken = run.go_on(taken, i)
+        return taken, filled.at[i].set(taken.token)
 
     if num_drafts > 1:
-        own, filled = lax.fori_loop(1, num_drafts, one_more, (own, filled))
+        taken, filled = lax.fori_loop(1, num_drafts, one_more, (taken, filled))
     slots = jnp.where(rows.samples, fields["sampled_slots"], sharded.num_slots)
     latest = latest._replace(drafts=latest.drafts.at[slots].set(filled.T, mode="drop"))
-    return (*pools[:first], *own), latest
+    return Drafted((*pools[:first], *taken.pools), latest, states)
 
 
 class _Rows(NamedTuple):
@@ -153,25 +180,88 @@ class _Rows(NamedTuple):
         )
 
 
+class _Seen(NamedTuple):
+    """States of tokens that the target has seen, for a draft head.
+
+    Attributes:
+        own: Of the step's query tokens.
+        first: Of the token before each row's first.
+    """
+
+    own: Float[Array, "T D"]
+    first: Float[Array, "R D"]
+
+    def before(self, moved_to: Int[Array, " T"], begins: Int[Array, " R"], num_tokens: int) -> Float[Array, "tokens D"]:
+        """Return the state before each of ``num_tokens`` tokens: the step's are moved to ``moved_to``, and each row
+        begins at ``begins``."""
+        empty = jnp.zeros((num_tokens, self.own.shape[1]), self.own.dtype)
+        return empty.at[moved_to + 1].set(self.own, mode="drop").at[begins].set(self.first, mode="drop")
+
+
+class _Taken(NamedTuple):
+    """What a pass of the drafter leaves to the next.
+
+    Attributes:
+        pools: The drafter's pools.
+        token: The token after each row.
+        state: The state of the token before that, for a draft head.
+    """
+
+    pools: tuple[Pools, ...]
+    token: Int[Array, " R"]
+    state: Float[Array, "R D"] | None
+
+
 class _Run(NamedTuple):
     """A drafter at work inside a program.
 
     Attributes:
         model: The module.
+        target: The model that it drafts for, if it is a draft head.
         drafter: What is fixed about it.
         rows: The step's rows.
         variant: Index of the step's sampler variant.
     """
 
-    model: CausalLM
+    model: CausalLM | DraftHead
+    target: CausalLM | None
     drafter: Drafter
     rows: _Rows
     variant: Int[Array, ""]
 
+    @classmethod
+    def of(cls, sharded: ShardedModel, arrays: tuple[Array, ...], rows: _Rows, variant: Int[Array, ""]) -> "_Run":
+        """Return the drafter of a model, with the packed parameters of both."""
+        drafter = sharded.drafter
+        assert drafter is not None
+        own = arrays[-len(drafter.sharded.abstract_params) :]
+        if drafter.sharded.head is None:
+            return cls(drafter.sharded.model(own), None, drafter, rows, variant)
+        whole = sharded if sharded.parallel.residual_axis is None else sharded.with_whole_rows
+        return cls(drafter.sharded.draft_head(own), whole.model(arrays), drafter, rows, variant)
+
+    def seen(self, given: StepTokens, fields: Mapping[str, Array], states: HeadStates) -> _Seen:
+        """Return the states of the step's tokens, and of those before its rows."""
+        assert isinstance(self.model, DraftHead) and self.target is not None and given.hidden is not None
+        page_size = self.drafter.sharded.page_size
+        own = self.model.seen_state(self.target, given.hidden, given.aux)
+        before = states.before(fields["starts"], fields["slots"], self.rows.page_table, page_size)
+        return _Seen(own.astype(before.dtype), before)
+
+    def kept(self, states: HeadStates, own: Float[Array, "T D"], fields: Mapping[str, Array]) -> HeadStates:
+        """Return what a draft head keeps after the step, whose tokens have the states ``own``."""
+        rows, row_of, starts = self.rows, fields["token_rows"], fields["starts"]
+        offsets = (starts - fields["query_starts"]).at[row_of].get(mode="fill", fill_value=0)
+        positions, page_size = offsets + jnp.arange(len(own), dtype=jnp.int32), self.drafter.sharded.page_size
+        pages = rows.page_table.at[row_of, positions // page_size].get(mode="fill", fill_value=NOWHERE)
+        num_kept = jnp.where(rows.samples, rows.position - starts, fields["query_lens"])
+        slots = jnp.where(rows.is_used, fields["slots"], NOWHERE)
+        return states.updated(own, positions, pages, fields["query_starts"] + num_kept - 1, slots, page_size)
+
     def take_in(
-        self, fields: Mapping[str, Array], pools: tuple[Pools, ...], shape: BatchShape
-    ) -> tuple[tuple[Pools, ...], Int[Array, " R"]]:
-        """Take in the step's tokens and those that it has sampled; return the pools, and the token after each row.
+        self, fields: Mapping[str, Array], pools: tuple[Pools, ...], shape: BatchShape, seen: _Seen | None
+    ) -> _Taken:
+        """Take in the step's tokens and those that it has sampled.
 
         Each row has one more token than in the step. Where drafts were rejected, tokens without use follow the sampled
         one, whose entries later steps overwrite.
@@ -199,15 +289,13 @@ class _Run(NamedTuple):
         if splits:
             batch = row_of_each_token(batch | {"positions": positions, "token_rows": row_of}, row_of < num_rows)
         places = self._places(positions, row_of, rows.page_table)
-        hidden, pools = self._through(tokens, positions, row_of, batch, places, pools, splits)
-        return pools, self._sampled(hidden.at[sampled].get(mode="clip"), rows.position + 1)
+        before = None if seen is None else seen.before(moved_to, begins, num_tokens)
+        hidden, pools = self._through(tokens, positions, row_of, batch, places, pools, splits, before)
+        return self._taken(hidden.at[sampled].get(mode="clip"), pools, rows.position + 1)
 
-    def go_on(
-        self, token: Int[Array, " R"], count: Int[Array, ""], pools: tuple[Pools, ...]
-    ) -> tuple[tuple[Pools, ...], Int[Array, " R"]]:
-        """Take in the draft of each row that is ``count`` tokens after its sampled one; return the pools and the token
-        after it."""
-        rows, row = self.rows, jnp.arange(len(token), dtype=jnp.int32)
+    def go_on(self, taken: _Taken, count: Int[Array, ""]) -> _Taken:
+        """Take in the draft of each row, which is ``count`` tokens after its sampled one."""
+        rows, row = self.rows, jnp.arange(len(taken.token), dtype=jnp.int32)
         positions = jnp.maximum(jnp.minimum(rows.position + count, rows.limits - 1), 0)
         batch = {
             "page_tables": rows.page_table[None],
@@ -217,8 +305,8 @@ class _Run(NamedTuple):
             "num_rows": rows.is_used.sum(dtype=jnp.int32),
         }
         places = self._places(positions, jnp.where(rows.samples, row, len(row)), rows.page_table)
-        hidden, pools = self._through(token, positions, row, batch, places, pools, True)
-        return pools, self._sampled(hidden, rows.position + count + 1)
+        hidden, pools = self._through(taken.token, positions, row, batch, places, taken.pools, True, taken.state)
+        return self._taken(hidden, pools, rows.position + count + 1)
 
     def _places(
         self, positions: Int[Array, " T"], rows: Int[Array, " T"], page_table: Int[Array, "R M"]
@@ -240,8 +328,10 @@ class _Run(NamedTuple):
         places: tuple[Int[Array, " T"], Int[Array, " T"]],
         pools: tuple[Pools, ...],
         decode_only: bool,
+        before: Float[Array, "T D"] | None,
     ) -> tuple[Float[Array, "T D"], tuple[Pools, ...]]:
-        """Return the hidden states of tokens, and the pools with their entries."""
+        """Return the hidden states of tokens, and the pools with their entries; a draft head reads the state before
+        each."""
         sharded = self.drafter.sharded
         attention = AttentionBatch(
             page_table=batch["page_tables"][0],
@@ -264,13 +354,30 @@ class _Run(NamedTuple):
             sharded.row_tile,
         )
         lengths = self.rows.limits.at[rows].get(mode="fill", fill_value=0)
-        found = self.model.hidden(TokenBatch(tokens, positions, lengths, (attention,)), pools, settings)
+        own = TokenBatch(tokens, positions, lengths, (attention,))
+        if isinstance(self.model, CausalLM):
+            found = self.model.hidden(own, pools, settings)
+        else:
+            assert self.target is not None and before is not None
+            found = self.model.hidden(self.model.embedded(self.target, tokens), before, own, pools, settings)
         return found.x, tuple(found.pools)
+
+    def _taken(self, hidden: Float[Array, "R D"], pools: tuple[Pools, ...], positions: Int[Array, " R"]) -> _Taken:
+        """Return the token after each row, at these positions, and the state of the token before it."""
+        state = None if isinstance(self.model, CausalLM) else self.model.next_state(hidden).astype(hidden.dtype)
+        return _Taken(pools, self._sampled(hidden, positions), state)
 
     def _sampled(self, hidden: Float[Array, "R D"], positions: Int[Array, " R"]) -> Int[Array, " R"]:
         """Return the token after each row, drawn with the noise of its position."""
         sharded, num_rows = self.drafter.sharded, self.rows.is_used.sum(dtype=jnp.int32)
-        logits = self.model.logits(hidden, num_rows, sharded.layer_tile)
+        if isinstance(self.model, CausalLM):
+            logits = self.model.logits(hidden, num_rows, sharded.layer_tile)
+        else:
+            assert self.target is not None
+            logits = self.model.logits(self.target, hidden)
+            if self.model.head is not None:
+                width = sharded.vocab_width // sharded.parallel.parts(sharded.parallel.vocab)
+                logits = sharded.split.part(logits, width, -jnp.inf)
         is_greedy = (self.variant == VARIANTS.index("greedy")) | self.drafter.is_greedy
         values, structure = jax.tree.flatten(self.rows.inputs._replace(positions=positions))
 

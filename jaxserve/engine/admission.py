@@ -224,7 +224,7 @@ class Admission:
                 constraint=constraint,
                 stop_strings=detokenizer if params.stop_strings else None,
             )
-            samples.append(Sample(sequence, detokenizer))
+            samples.append(Sample(sequence, detokenizer, draft_report=self.limits.draft_report))
             if params.logprobs is not None or params.logprob_token_ids:
                 samples[-1].logprobs = FlatLogprobs() if params.flat_logprobs else []
                 samples[-1].offsets = None if pieces is None else TextOffsets(pieces, prompt)

@@ -5,6 +5,7 @@ import functools
 import hashlib
 from collections.abc import Mapping
 
+from jaxserve.api.draft_metrics import DraftReport
 from jaxserve.api.errors import RequestError
 from jaxserve.layers.model_config import RopeConfig
 from jaxserve.layers.rope import length_regime
@@ -26,6 +27,7 @@ class ModelLimits:
         reasoning: Tokens that delimit reasoning; None if the model has none.
         rope: Rotary embedding of the model, if cached keys depend on the final length (``length_regime``).
         model_key: Identifies the model in prefix cache keys.
+        draft_report: What is reported about the drafts of each completion; None: nothing.
         generates: Whether the engine generates tokens; False: it computes embeddings alone.
     """
 
@@ -39,6 +41,7 @@ class ModelLimits:
     reasoning: ReasoningMarkers | None = None
     rope: RopeConfig | None = None
     model_key: bytes = b""
+    draft_report: DraftReport | None = None
     generates: bool = True
 
     def check_generates(self) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from typing import Any, NamedTuple
 
+from jaxserve.api.draft_metrics import DraftReport
 from jaxserve.api.errors import RequestError, own_failure
 from jaxserve.api.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
 from jaxserve.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -77,6 +78,7 @@ class Sample:
         detokenizer: Its detokenizer; None without text.
         logprobs: One entry per output token that has been read; None if not requested.
         offsets: Finds where its tokens begin in its text; None without text or logprobs.
+        draft_report: What is reported about its drafts once it has finished; None: nothing.
         scores: Logprobs of each output token that has not been read.
         cumulative_logprob: Sum over the output tokens that have been read.
         num_returned: Number of output tokens returned in deltas.
@@ -87,6 +89,7 @@ class Sample:
     detokenizer: Detokenizer | None
     logprobs: SampleLogprobs | None = None
     offsets: TextOffsets | None = None
+    draft_report: DraftReport | None = None
     scores: collections.deque[TokenLogprobs] = dataclasses.field(default_factory=collections.deque[TokenLogprobs])
     cumulative_logprob: float = 0.0
     num_returned: int = 0
@@ -148,7 +151,9 @@ class Sample:
         return self._output(start, text, None if self.logprobs is None else self.logprobs[start:], failed)
 
     def _output(self, start: int, text: str, logprobs: SampleLogprobs | None, failed: bool) -> CompletionOutput:
-        sequence = self.sequence
+        sequence, report = self.sequence, self.draft_report
+        if sequence.finish_reason is None:
+            report = None
         return CompletionOutput(
             index=sequence.index,
             text=text,
@@ -157,6 +162,7 @@ class Sample:
             logprobs=logprobs,
             finish_reason="error" if failed else sequence.finish_reason,
             stop_reason=None if failed else sequence.stop_reason,
+            spec_decode_metrics=None if report is None else report.of(sequence.drafted, sequence.accepted),
         )
 
 
@@ -264,7 +270,7 @@ class RequestState:
 
     def metrics(self) -> RequestMetrics:
         """Return the counts and times so far."""
-        first_token_s = self.first_token_s
+        first_token_s, sequences = self.first_token_s, [sample.sequence for sample in self.samples]
         return RequestMetrics(
             num_generation_tokens=sum(sample.sequence.num_output_tokens for sample in self.samples),
             arrival_time=self.arrival_time,
@@ -273,6 +279,9 @@ class RequestState:
             first_token_ts=first_token_s or 0.0,
             last_token_ts=max(sample.sequence.last_token_s for sample in self.samples),
             first_token_latency=0.0 if first_token_s is None else first_token_s - self.arrival_s,
+            num_drafts=sum(len(sequence.drafted) for sequence in sequences),
+            num_draft_tokens=sum(sequence.num_draft_tokens for sequence in sequences),
+            num_accepted_tokens=sum(sequence.num_accepted_tokens for sequence in sequences),
             is_corrupted=self.is_corrupted,
         )
 

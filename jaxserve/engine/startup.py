@@ -12,10 +12,12 @@ from typing import Any
 import jax
 
 from jaxserve.api.config import EngineConfig
+from jaxserve.api.draft_metrics import DraftReport
 from jaxserve.api.errors import MemoryPlanError, RequestError
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compiling import use_compilation_cache
+from jaxserve.device.drafter_choice import check_drafter
 from jaxserve.device.memory import STEPS_IN_FLIGHT, MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
@@ -111,7 +113,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     check_weights(plan.directory, plan.models[0].whole_model(), plan.load_format)
     drafter = plan.models[-1].drafter
     if drafter is not None:
-        check_weights(drafter.directory, drafter.sharded.abstract_model, plan.load_format)
+        check_drafter(drafter, plan.models[0].whole_model(), plan.load_format)
     use_compilation_cache(config.compilation_cache_dir, plan.models[0].mesh.devices.flat[0])
     log_choices(plan)
     if AUTO in (config.tool_call_parser, config.reasoning_parser):
@@ -151,9 +153,16 @@ def make_replicas(config: EngineConfig, plan: EnginePlan, runners: Iterable[Runn
     sharded = plan.models[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     drafts, admits_whole = config.num_speculative_tokens, config.enable_chunked_prefill is False
-    most_samples = plan.buckets.max_step_samples
+    most_samples, has_head = plan.buckets.max_step_samples, plan.models[-1].aux_layers is not None
     limits = SchedulerLimits(
-        *sizes, drafts, plan.needs.windows, plan.num_stages, admits_whole, most_samples, config.num_device_drafts
+        *sizes,
+        drafts,
+        plan.needs.windows,
+        plan.num_stages,
+        admits_whole,
+        most_samples,
+        config.num_device_drafts,
+        not has_head,
     )
     depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
     replicas, speculation = list[Replica](), config.speculative_config
@@ -184,6 +193,7 @@ def make_admission(
         reasoning=writable_markers(reasoning_markers(reasoning, tokenizer), model.vocab_size),
         rope=model.rope if has_length_regimes(model.rope) else None,
         model_key=key.encode(),
+        draft_report=DraftReport.at_level(config.per_request_spec_decode_metrics, config.num_speculative_tokens),
         generates=model.has_head,
     )
     grammars = None if tokenizer is None else GrammarCompiler(tokenizer, model.vocab_size, eos_ids)

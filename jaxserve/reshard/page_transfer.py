@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxserve.device.sharded_model import ShardedModel, shardings
+from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import Pools
 from jaxserve.layers.kv_layout import PoolKind
 

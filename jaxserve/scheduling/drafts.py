@@ -118,6 +118,10 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages | Non
             continue
         num_accepted = max(len(new), 1) - 1
         accepted.append(num_accepted)
+        sequence.drafted.append(num_samples - 1)
+        sequence.accepted.append(num_accepted)
+        sequence.num_draft_tokens += num_samples - 1
+        sequence.num_accepted_tokens += num_accepted
         counts.num_tokens += num_samples - 1
         num_rejected = num_samples - 1 - num_accepted
         if not num_rejected:
@@ -144,7 +148,7 @@ def _reserve(
         most: Most drafts.
         step: Gets the grants of new pages, and the masks.
         pages: Allocates them.
-        num_lookahead: Tokens after the drafts that need pages too, as far as there are any.
+        num_lookahead: Tokens after the drafts that need pages too.
     """
     start, num_in_flight = sequence.num_computed, sequence.num_pending - 1  # excludes this row's token
     most, masks = min(most, sequence.max_length - 1 - start), list[bytes | None]()

@@ -71,6 +71,7 @@ class SchedulerLimits(NamedTuple):
         windows: Sliding window of each page table; None for full attention.
         num_stages: Number of pipeline stages; a plan has at most ``max_num_seqs / num_stages`` rows, rounded up.
         admits_whole: Whether a waiting sequence is admitted only by a step that can compute all of its tokens.
+        shares_parts: Whether a context may begin with a copy of a cached page that is not full.
         num_lookahead: Tokens after a row that a drafter on the device takes in, for which sequences have pages too.
         max_step_samples: Most samples per step of which some follow drafts; None for no limit. A row without samples
             counts as one.
@@ -85,6 +86,7 @@ class SchedulerLimits(NamedTuple):
     admits_whole: bool = False
     max_step_samples: int | None = None
     num_lookahead: int = 0
+    shares_parts: bool = True
 
 
 class SlotSetup(NamedTuple):

@@ -78,7 +78,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
         self.limits = limits
         self.allocator = allocator
-        self.pages = ContextPages(allocator, limits.windows)
+        self.pages = ContextPages(allocator, limits.windows, limits.shares_parts)
         self._queues = SequenceQueues(limits.max_num_seqs)
         self.waiting, self.running = self._queues.waiting, self._queues.running
         self.num_preemptions = 0

@@ -98,6 +98,10 @@ class Sequence:
         num_pages: Number of pages available in all tables.
         num_computed: Tokens whose keys and values are in pages, including steps in flight, if all drafts are accepted.
         num_pending: Tokens sampled by steps in flight, if all drafts are accepted; a pooled vector counts as one.
+        drafted: Number of draft tokens of each step that verified some.
+        accepted: Number of accepted ones of these steps.
+        num_draft_tokens: Sum of ``drafted``.
+        num_accepted_tokens: Sum of ``accepted``.
         last_plan: Number of the latest plan with a row of the sequence; used with several pipeline stages.
         decode_limit: Position up to which the pages and ``max_length`` allow decoding; 0 while the prompt is computed.
         next_check: Length from which a token must be checked for an ending even if it is not a stop token.
@@ -131,6 +135,10 @@ class Sequence:
     num_pages: int = 0
     num_computed: int = 0
     num_pending: int = 0
+    drafted: bytearray = dataclasses.field(default_factory=bytearray)
+    accepted: bytearray = dataclasses.field(default_factory=bytearray)
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     last_plan: int = -1
     decode_limit: int = 0
     next_check: int = 0

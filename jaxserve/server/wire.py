@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgpack
 from google.protobuf.message import Message
 
+from jaxserve.api.draft_metrics import RequestSpecDecodeMetrics
 from jaxserve.api.errors import (
     ConfigError,
     DeadlineError,
@@ -164,7 +165,15 @@ _ERRORS = (RequestFailedError, RequestError, OverloadedError, DeadlineError, Eng
 _CLASSES: tuple[type, ...] = (
     *(Start, Submit, Cancel, Query, Stop, EngineInfo, Failure, Outputs, QueryResult, Heartbeat),
     *(Request, SamplingParams, RequestOutputKind, StructuredOutputsParams, RepetitionDetectionParams),
-    *(PoolingParams, RequestOutput, CompletionOutput, RequestMetrics, PackedLogprobs, model_pb2.Model),
+    *(
+        PoolingParams,
+        RequestOutput,
+        CompletionOutput,
+        RequestMetrics,
+        RequestSpecDecodeMetrics,
+        PackedLogprobs,
+        model_pb2.Model,
+    ),
     *(ParserNames, Counter, Gauge, Histogram, tuple),
     *_ERRORS,
 )

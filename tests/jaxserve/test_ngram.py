@@ -199,6 +199,22 @@ def test_completions_are_the_same_on_every_mesh_and_with_few_pages(
         check(found, generate(llm, MIX))
 
 
+def check_reports(outputs: list[RequestOutput]) -> None:
+    """The drafts that each completion reports account for its tokens, but for one of each other step."""
+    for output in outputs:
+        report, metrics = output.outputs[0].spec_decode_metrics, output.metrics
+        assert report is not None and metrics is not None
+        found = report.to_dict()
+        drafted, accepted = found["per_step_drafted"], found["per_step_accepted"]
+        assert (sum(drafted), sum(accepted)) == (metrics.num_draft_tokens, metrics.num_accepted_tokens)
+        assert found["num_spec_steps"] == len(drafted) == len(accepted) == metrics.num_drafts
+        assert [accepted.count(length) for length in range(9)] == found["acceptance_histogram"]
+        assert found["mean_acceptance_length"] == 1 + sum(accepted) / len(accepted)
+        assert found["draft_acceptance_rate"] == sum(accepted) / sum(drafted)
+        assert (found["num_accepted_draft_tokens"], found["num_draft_tokens"]) == (sum(accepted), sum(drafted))
+        assert found["num_spec_tokens"] == 8 and sum(accepted) + len(accepted) < len(output.outputs[0].token_ids)
+
+
 def test_past_outputs_make_the_same_completions_in_fewer_steps(expected: list[RequestOutput]) -> None:
     """Of every kind of request; of prompts that are asked again, nearly all drafts are right."""
     prompts: list[tuple[Any, dict[str, Any]]] = [
@@ -206,7 +222,8 @@ def test_past_outputs_make_the_same_completions_in_fewer_steps(expected: list[Re
         for number in range(101, 105)
     ]
     names = [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
-    with LLM("demo", **SETTINGS, spec_method="suffix", spec_tokens=8) as llm:
+    reports: dict[str, Any] = {"per_request_spec_decode_metrics": "detailed", "disable_log_stats": False}
+    with LLM("demo", **SETTINGS, spec_method="suffix", spec_tokens=8, **reports) as llm:
         llm.beam_search(["abcabcabc", "abcabcabc"], BeamSearchParams(beam_width=2, max_tokens=6))
         generate(llm, [("abcabcabc", {"max_tokens": 1, "prompt_logprobs": 1})] * 2)
         assert metric(llm, names[0]) == 0, "neither beams nor scores of prompts take drafts"
@@ -214,9 +231,15 @@ def test_past_outputs_make_the_same_completions_in_fewer_steps(expected: list[Re
             check(generate(llm, MIX), expected)
         first = generate(llm, prompts)
         before = [metric(llm, name) for name in names]
-        check(generate(llm, prompts), first)
+        again = generate(llm, prompts)
+        check(again, first)
+        check_reports(again)
         drafts, drafted, accepted = (metric(llm, name) - old for name, old in zip(names, before, strict=True))
         assert accepted > 0.8 * drafted and accepted > 4 * drafts
+        counts = [each.metrics for each in again if each.metrics is not None]
+        assert sum(each.num_drafts for each in counts) == drafts
+        assert sum(each.num_draft_tokens for each in counts) == drafted
+        assert sum(each.num_accepted_tokens for each in counts) == accepted
         positions = [each for each in llm.get_metrics() if each.name.endswith("accepted_tokens_per_pos")]
         assert [each.labels for each in positions] == [{"position": str(position)} for position in range(8)]
         assert sum(each.value for each in positions) == metric(llm, names[2])

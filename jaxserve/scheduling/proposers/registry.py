@@ -17,6 +17,8 @@ PROPOSERS: Mapping[str, Callable[[Mapping[str, Any]], DraftProposer]] = MappingP
         "ngram": NgramProposer,
         "suffix": lambda config: SuffixProposer(config, find_library()),
         "draft_model": DeviceProposer,
+        "eagle3": DeviceProposer,
+        "mtp": DeviceProposer,
     }
 )
 """The proposer of each method, made from the checked settings."""

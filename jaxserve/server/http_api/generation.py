@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxserve.api.draft_metrics import RequestSpecDecodeMetrics
 from jaxserve.api.errors import RequestError
 from jaxserve.api.field_checks import flag, text
 from jaxserve.api.outputs import RequestOutput
@@ -313,6 +314,7 @@ class GenerationResponse(abc.ABC):
         self._headers = unused_fields_header(call.unused)
         self.head = response_head(call.frontend, id_prefix, kind)
         self.more: dict[str, Any] = {}
+        self._drafts: list[RequestSpecDecodeMetrics] = []
 
     @abc.abstractmethod
     def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
@@ -335,9 +337,10 @@ class GenerationResponse(abc.ABC):
         async with aclosing(generate_all(self.call, self._entries)) as outputs:
             async for prompt, output in outputs:
                 await self.prepare(prompt, output)
+                self._note_drafts(output)
                 choices += await write_output(output, self.choices, prompt, output)
         choices.sort(key=lambda choice: choice["index"])
-        body = {**self.head, "choices": choices, **self.more, "usage": self._usage()}
+        body = {**self.head, "choices": choices, **self.more, "usage": self._usage(), **self._metrics()}
         if self.params.num_logprobs is None and self.params.prompt_logprobs is None:
             return json_response(body, headers=self._headers)
         return await asyncio.to_thread(json_response, body, headers=self._headers)  # it may be long
@@ -351,10 +354,13 @@ class GenerationResponse(abc.ABC):
         async with aclosing(generate_all(self.call, self._entries)) as outputs:
             async for prompt, output in outputs:
                 await self.prepare(prompt, output)
+                self._note_drafts(output)
                 events = await write_output(output, self._chunk_events, begin, prompt, output)
                 if events:
                     yield events
-        yield (_event(begin, {"choices": [], "usage": self._usage()}) if self.has_usage else b"") + DONE
+        yield (
+            _event(begin, {"choices": [], "usage": self._usage(), **self._metrics()}) if self.has_usage else b""
+        ) + DONE
 
     def _chunk_events(self, begin: str, prompt: int, output: RequestOutput) -> bytes:
         chunks = self.chunks(prompt, output)
@@ -365,6 +371,16 @@ class GenerationResponse(abc.ABC):
                 num_generated = 0 if self.is_echo_only else entry.num_generated[index]
                 chunk.setdefault("usage", usage_object(entry.num_prompt_tokens or 0, num_generated))
         return b"".join(_event(begin, chunk) for chunk in chunks)
+
+    def _note_drafts(self, output: RequestOutput) -> None:
+        self._drafts += [one.spec_decode_metrics for one in output.outputs if one.spec_decode_metrics is not None]
+
+    def _metrics(self) -> dict[str, Any]:
+        """Return the field ``metrics`` if drafts are reported: null unless there is a single choice."""
+        if not self._drafts:
+            return {}
+        first, *others = self._drafts
+        return {"metrics": None if others else {"speculative_decoding": first.to_dict()}}
 
     def _usage(self) -> dict[str, Any]:
         num_prompt = sum(entry.num_prompt_tokens or 0 for entry in self._entries)

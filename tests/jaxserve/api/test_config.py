@@ -123,6 +123,14 @@ WRONG = [
         {"enable_chunked_prefill": False, "long_prefill_token_threshold": 8},
         "long_prefill_token_threshold=8 splits prompts, but enable_chunked_prefill=False computes each in one step",
     ),
+    (
+        {"per_request_spec_decode_metrics": "summary"},
+        "per_request_spec_decode_metrics='summary' needs speculative_config: without it there are no drafts",
+    ),
+    (
+        {"per_request_spec_decode_metrics": "all", "spec_method": "suffix"},
+        "per_request_spec_decode_metrics: expected one of none, summary, detailed, got 'all'",
+    ),
     ({"speculative_config": "ngram"}, "speculative_config: expected dict, got 'ngram'"),
     (
         {"speculative_config": {}},

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
+from jaxserve.api.draft_metrics import DraftReport
 from jaxserve.api.errors import RequestError
 from jaxserve.api.logprobs import Logprob
 from jaxserve.api.metric_types import Metric
@@ -36,6 +37,7 @@ class FakeEngine(EngineClient):
         fails_on: Texts of prompts that fail.
         requests: What came, by name.
         ended: Names of requests whose generator has ended, in whatever way.
+        draft_report: Whether and how completions report drafts: of three, three and one token.
         cancelled: Names of those that were closed or cancelled before their last output.
         is_dead: Whether ``info`` raises.
     """
@@ -52,6 +54,7 @@ class FakeEngine(EngineClient):
         self.ended: list[str] = []
         self.cancelled: list[str] = []
         self.dead: Exception | None = None
+        self.draft_report: DraftReport | None = None
         self.default_fields: dict[str, Any] = {}
         self.parsers = ParserNames()
         self.vector = [0.5, -0.25]
@@ -153,6 +156,7 @@ class FakeEngine(EngineClient):
         return "".join(text for text, _ in pieces), pieces[-1][1]
 
     def _completion(self, request: Request, index: int, text: str, reason: FinishReason | None) -> CompletionOutput:
+        report = self.draft_report
         ids, count = [ord(character) % 1000 for character in text], request.params.num_logprobs
         return CompletionOutput(
             index=index,
@@ -162,6 +166,7 @@ class FakeEngine(EngineClient):
             logprobs=None if count is None else [self._position(token, count, request) for token in ids],
             finish_reason=reason,
             stop_reason=self.stop_at if reason == "stop" else None,
+            spec_decode_metrics=None if reason is None or report is None else report.of([3, 3, 1], [2, 0, 1]),
         )
 
     @staticmethod

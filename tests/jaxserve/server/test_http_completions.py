@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.api.draft_metrics import DraftReport
 from tests.jaxserve.server.http_fakes import FakeEngine, make_server
 
 PATH = "/v1/completions"
@@ -96,6 +97,26 @@ def test_usage_comes_last_or_with_every_chunk() -> None:
     del options["stream_options"]
     forced = make_server(enable_force_include_usage=True).post(PATH, options).events
     assert [event["usage"]["completion_tokens"] for event in forced] == [3, 5, 5]
+
+
+@pytest.mark.parametrize("is_detailed", [False, True])
+@pytest.mark.parametrize(
+    "path, prompt",
+    [(PATH, {"prompt": "Hi"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})],
+)
+def test_drafts_of_a_single_completion_are_reported(path: str, prompt: dict[str, Any], is_detailed: bool) -> None:
+    """In a stream beside the usage; several completions have none to report."""
+    engine, report = FakeEngine(), DraftReport(3, is_detailed)
+    engine.draft_report = report
+    server, expected = make_server(engine), report.of([3, 3, 1], [2, 0, 1]).to_dict()
+    assert ("per_step_drafted" in expected) == is_detailed
+    assert (expected["acceptance_histogram"], expected["mean_acceptance_length"]) == ([1, 1, 1, 0], 2.0)
+    assert server.post(path, prompt).json()["metrics"] == {"speculative_decoding": expected}
+    assert server.post(path, {**prompt, "n": 2}).json()["metrics"] is None
+    *chunks, last = server.post(path, {**prompt, "stream": True, "stream_options": {"include_usage": True}}).events
+    assert last["metrics"] == {"speculative_decoding": expected} and not any("metrics" in chunk for chunk in chunks)
+    engine.draft_report = None
+    assert "metrics" not in server.post(path, prompt).json()
 
 
 def test_logprobs_are_lists_and_have_no_infinity() -> None:
