@@ -84,10 +84,10 @@ def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _add_benches(benches: Any) -> None:
-    from jaxserve.bench import latency, startup, throughput
+    from jaxserve.bench import latency, speculation, startup, throughput
     from jaxserve.bench.serve import serve
 
-    for module in (latency, throughput, startup, serve):
+    for module in (latency, throughput, startup, speculation, serve):
         bench = benches.add_parser(module.NAME, help=module.HELP, description=module.HELP, allow_abbrev=False)
         module.add_arguments(bench)
         if module is serve:  # it benchmarks a running server, so it needs no engine flags

@@ -101,7 +101,9 @@ class EngineConfig:
             its most likely tokens (``greedy``); requests with structured outputs take what their grammar forces alone.
             With ``deterministic``, completions are bit for bit those without drafts; otherwise drafts affect them no
             more than other requests in a batch do. With every method, tokens that a grammar or a thinking budget forces
-            are drafts too; with ``grammar``, only these are.
+            are drafts too; with ``grammar``, only these are. Each step
+            verifies fewer drafts, or none, where that is faster by measured times and acceptance;
+            ``enable_adaptive_verification: false`` always verifies all.
         spec_method: Short for the key ``method`` of ``speculative_config``.
         spec_model: Short for its key ``model``.
         spec_tokens: Short for its key ``num_speculative_tokens``.
@@ -228,6 +230,12 @@ class EngineConfig:
         """Drafts that a model on the device makes per sequence and step; 0 without one."""
         is_on_device = self.speculative_config is not None and self.speculative_config["method"] in DEVICE_METHODS
         return self.num_speculative_tokens if is_on_device else 0
+
+    @property
+    def adapts_drafts(self) -> bool:
+        """Whether steps verify fewer draft tokens where that is faster."""
+        config = self.speculative_config
+        return config is not None and config.get("enable_adaptive_verification", True)
 
     @property
     def is_pooling(self) -> bool:

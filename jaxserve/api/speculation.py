@@ -12,22 +12,26 @@ NAME = "speculative_config"
 
 
 class Key(NamedTuple):
-    """A number in ``speculative_config``.
+    """A number or a switch in ``speculative_config``.
 
     Attributes:
-        kind: int, or float for any finite number.
+        kind: int, float for any finite number, or bool.
         least: Smallest value.
         most: Largest value.
         default: Value if it is not given; None: left out.
     """
 
-    kind: type[int] | type[float] = int
+    kind: type[int] | type[float] | type[bool] = int
     least: int = 1
     most: float = math.inf
     default: float | None = None
 
     def check(self, name: str, value: Any) -> None:
         """Raise ConfigError unless a value is of the kind and within the bounds."""
+        if self.kind is bool:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}: expected true or false, got {value!r}")
+            return
         is_number = isinstance(value, int | self.kind) and not isinstance(value, bool) and math.isfinite(value)
         if not is_number or not self.least <= value <= self.most:
             what = "an integer" if self.kind is int else "a number"
@@ -41,6 +45,7 @@ DEVICE_METHODS = ("draft_model", "eagle3", "mtp")
 KEYS: Mapping[str, Key] = MappingProxyType(
     {
         "num_speculative_tokens": Key(most=MAX_DRAFTS),
+        "enable_adaptive_verification": Key(bool, default=True),
         "prompt_lookup_max": Key(),
         "prompt_lookup_min": Key(),
         "suffix_decoding_max_tree_depth": Key(most=1024, default=24),
@@ -59,19 +64,20 @@ TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """The texts that the other keys accept, the default first; empty: any text, without a default."""
+_COMMON = ("num_speculative_tokens", "enable_adaptive_verification")
 METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "grammar": ("num_speculative_tokens",),
-        "ngram": ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+        "grammar": _COMMON,
+        "ngram": (*_COMMON, "prompt_lookup_max", "prompt_lookup_min"),
         "suffix": (
-            "num_speculative_tokens",
+            *_COMMON,
             "suffix_decoding_max_tree_depth",
             "suffix_decoding_max_cached_requests",
             "suffix_decoding_max_spec_factor",
             "suffix_decoding_min_token_prob",
         ),
         "draft_model": (
-            "num_speculative_tokens",
+            *_COMMON,
             "model",
             "revision",
             "dtype",
@@ -79,13 +85,13 @@ METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "draft_sample_method",
         ),
         "eagle3": (
-            "num_speculative_tokens",
+            *_COMMON,
             "model",
             "revision",
             "draft_tensor_parallel_size",
             "draft_sample_method",
         ),
-        "mtp": ("num_speculative_tokens", "draft_tensor_parallel_size", "draft_sample_method"),
+        "mtp": (*_COMMON, "draft_tensor_parallel_size", "draft_sample_method"),
     }
 )
 """The keys of each method, besides ``method``; all are in ``KEYS`` or ``TEXTS``."""

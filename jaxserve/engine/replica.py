@@ -62,8 +62,10 @@ class Replica:
         """Plan and launch the next step of all lanes, in a pipeline after bubbles if needed.
 
         Returns:
-            Whether any sequence can run before a step in flight completes.
+            Whether any sequence can run before a step in flight completes, and need not wait for better drafts.
         """
+        if self._num_stages == 1 and self._in_flight and any(scheduler.waits for scheduler in self.schedulers):
+            return False
         now = time.monotonic()
         plans = [scheduler.schedule(now) for scheduler in self.schedulers]
         while not any(plans):

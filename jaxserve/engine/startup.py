@@ -163,6 +163,7 @@ def make_replicas(config: EngineConfig, plan: EnginePlan, runners: Iterable[Runn
         most_samples,
         config.num_device_drafts,
         not has_head,
+        config.adapts_drafts,
     )
     depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
     replicas, speculation = list[Replica](), config.speculative_config

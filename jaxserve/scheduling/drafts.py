@@ -11,8 +11,9 @@ import itertools
 import logging
 from array import array
 
-from jaxserve.scheduling.constrained_drafts import constrained_drafts
+from jaxserve.scheduling.constrained_drafts import ConstrainedDrafts, constrained_drafts
 from jaxserve.scheduling.context_pages import ContextPages
+from jaxserve.scheduling.draft_lengths import DraftLengths, Proposed
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.sequence import Sequence
@@ -41,9 +42,20 @@ class DraftCounts:
         self.num_tokens += other.num_tokens
         self.num_accepted += other.num_accepted
 
+    def subtract(self, other: "DraftCounts") -> None:
+        """Subtract earlier counts."""
+        self.num_drafts -= other.num_drafts
+        self.num_tokens -= other.num_tokens
+        self.num_accepted.subtract(other.num_accepted)
+
 
 def add_drafts(
-    step: Step, num_decodes: int, proposer: DraftProposer, limits: SchedulerLimits, pages: ContextPages
+    step: Step,
+    num_decodes: int,
+    proposer: DraftProposer,
+    chooser: DraftLengths,
+    limits: SchedulerLimits,
+    pages: ContextPages,
 ) -> bool:
     """Add drafts to the decode rows, which are the first ``num_decodes`` rows of a plan.
 
@@ -54,15 +66,21 @@ def add_drafts(
     if limits.max_step_samples is not None:
         budget = min(budget, limits.max_step_samples - step.plan.num_rows)
     sequences = step.sequences[:num_decodes]
+    step.is_ahead = any(sequence.num_pending > 1 for sequence in sequences)
     found = _ask(proposer, sequences) if budget > 0 else []
-    drafts: list[list[int]] = [[] for _ in sequences]
-    for row, (sequence, tokens) in enumerate(zip(sequences, found or [], strict=False)):
-        if tokens or sequence.constraint is not None:
-            most = min(limits.max_draft_tokens, budget)
-            kept = drafts[row] = _reserve(sequence, tokens, most, step, pages, limits.num_lookahead)
-            budget -= len(kept)
-    if any(drafts):
-        _write(step, drafts)
+    if found:
+        usable = [_usable(*each, limits.max_draft_tokens) for each in zip(sequences, found, strict=True)]
+        proposed = [
+            Proposed(len(drafts.token_ids), sequence.constraint is not None, sequence.num_pending > 1)
+            for sequence, drafts in zip(sequences, usable, strict=True)
+        ]
+        lengths, step.waits = chooser.choose(proposed, budget)
+        if any(lengths) or limits.num_lookahead:
+            step.proposed = dict(zip(sequences, proposed, strict=True))
+            rows = zip(sequences, usable, lengths, strict=True)
+            kept = [_reserve(*row, step, pages, limits.num_lookahead) for row in rows]
+            if any(kept):
+                _write(step, kept)
     return found is not None
 
 
@@ -107,7 +125,9 @@ def finish_drafts(proposer: DraftProposer, sequence: Sequence) -> bool:
     return True
 
 
-def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages | None, counts: DraftCounts) -> None:
+def drop_rejected(
+    step: Step, tokens: list[list[int]], pages: ContextPages | None, counts: DraftCounts, chooser: DraftLengths
+) -> None:
     """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``.
 
     Sequences keep all ``pages`` if that is None: a drafter on the device writes past them.
@@ -123,6 +143,7 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages | Non
         sequence.num_draft_tokens += num_samples - 1
         sequence.num_accepted_tokens += num_accepted
         counts.num_tokens += num_samples - 1
+        chooser.add_row(step.proposed[sequence], num_samples - 1, num_accepted)
         num_rejected = num_samples - 1 - num_accepted
         if not num_rejected:
             continue
@@ -137,39 +158,52 @@ def drop_rejected(step: Step, tokens: list[list[int]], pages: ContextPages | Non
             counts.num_accepted[position] += num_rows
 
 
-def _reserve(
-    sequence: Sequence, tokens: list[int], most: int, step: Step, pages: ContextPages, num_lookahead: int
-) -> list[int]:
-    """Return the drafts that fit into a sequence's pages and its maximum length; reserve these, with their masks.
+def measure_step(step: Step, chooser: DraftLengths) -> None:
+    """Measure how long after the tokens before it a step of decode rows alone has completed."""
+    if chooser.is_adaptive and step.previous_s and not step.started and step.plan.is_decode_only:
+        num_rows, num_tokens = step.plan.num_rows, step.plan.num_tokens
+        chooser.add_step(num_rows, step.is_ahead, num_tokens - num_rows, step.completed_s - max(step.previous_s))
+
+
+def _usable(sequence: Sequence, proposed: list[int], most: int) -> ConstrainedDrafts:
+    """Return the drafts that fit into a sequence's maximum length and that its constraint allows, at most ``most``.
 
     Args:
         sequence: The sequence.
-        tokens: What was proposed, from the tokens that steps in flight sample on.
+        proposed: What was proposed, from the tokens that steps in flight sample on.
         most: Most drafts.
-        step: Gets the grants of new pages, and the masks.
-        pages: Allocates them.
-        num_lookahead: Tokens after the drafts that need pages too.
     """
-    start, num_in_flight = sequence.num_computed, sequence.num_pending - 1  # excludes this row's token
-    most, masks = min(most, sequence.max_length - 1 - start), list[bytes | None]()
+    num_in_flight = sequence.num_pending - 1  # excludes this row's token
+    most = min(most, sequence.max_length - 1 - sequence.num_computed)
     if sequence.constraint is None:
-        drafts = tokens[num_in_flight : num_in_flight + most]
-    elif sequence.error is None:
-        drafts, masks, sequence.error = constrained_drafts(sequence, tokens, most)
-    else:
-        return []
-    end = start + len(drafts)
+        return ConstrainedDrafts(proposed[num_in_flight : num_in_flight + most], [])
+    if sequence.error is not None:
+        return ConstrainedDrafts([], [])
+    drafts = constrained_drafts(sequence, proposed, most)
+    sequence.error = drafts.error
+    return drafts
+
+
+def _reserve(
+    sequence: Sequence, drafts: ConstrainedDrafts, most: int, step: Step, pages: ContextPages, num_lookahead: int
+) -> list[int]:
+    """Return the drafts that fit into a sequence's pages, at most ``most``; reserve these, with their masks.
+
+    Pages for ``num_lookahead`` more tokens are reserved if there are any.
+    """
+    token_ids, start = drafts.token_ids[:most], sequence.num_computed
+    end = start + len(token_ids)
     wanted = min(end + num_lookahead, sequence.max_length - 1)
     if wanted > sequence.decode_limit:
         pages.grow_to(sequence, wanted)
         step.plan.grants += pages.grants(sequence)
         end = min(end, sequence.decode_limit)
-        drafts = drafts[: end - start]
-    if masks:
-        step.add_draft_masks(sequence.slot, masks[: len(drafts)])
+        token_ids = token_ids[: end - start]
+    if drafts.masks:
+        step.add_draft_masks(sequence.slot, drafts.masks[: len(token_ids)])
     sequence.num_computed = end
-    sequence.num_pending += len(drafts)
-    return drafts
+    sequence.num_pending += len(token_ids)
+    return token_ids
 
 
 def _log_failure(proposer: DraftProposer) -> None:

@@ -75,6 +75,7 @@ class SchedulerLimits(NamedTuple):
         num_lookahead: Tokens after a row that a drafter on the device takes in, for which sequences have pages too.
         max_step_samples: Most samples per step of which some follow drafts; None for no limit. A row without samples
             counts as one.
+        adapts_drafts: Whether fewer drafts are verified where that is faster.
     """
 
     max_num_seqs: int
@@ -87,6 +88,7 @@ class SchedulerLimits(NamedTuple):
     max_step_samples: int | None = None
     num_lookahead: int = 0
     shares_parts: bool = True
+    adapts_drafts: bool = False
 
 
 class SlotSetup(NamedTuple):

@@ -8,7 +8,8 @@ from collections.abc import Sequence as Items
 
 from jaxserve.api.outputs import FinishReason
 from jaxserve.scheduling.context_pages import ContextPages
-from jaxserve.scheduling.drafts import DraftCounts, add_drafts, drop_rejected, finish_drafts
+from jaxserve.scheduling.draft_lengths import DraftLengths
+from jaxserve.scheduling.drafts import DraftCounts, add_drafts, drop_rejected, finish_drafts, measure_step
 from jaxserve.scheduling.endings import Ending, find_ending, find_stop_string
 from jaxserve.scheduling.microbatches import Microbatches
 from jaxserve.scheduling.page_allocator import PageAllocator
@@ -70,8 +71,11 @@ class Scheduler:
         num_preemptions: Number of preemptions so far.
         num_decode_rows: Number of decode rows planned so far.
         draft_counts: Counts of the drafts so far.
+        draft_lengths: Chooses the number of drafts of each row.
         num_runnable: Number of running sequences that had tokens left to plan, not waiting for the host, when
             ``schedule`` was last called, and of those it admitted.
+        waits: Whether the next plan should wait for the tokens of the latest one, as its drafts are then right far more
+            often than those that guess past tokens in flight.
         proposer: Proposes draft tokens; None without speculative decoding, and after the proposer has failed.
     """
 
@@ -84,7 +88,11 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_decode_rows = 0
         self.draft_counts = DraftCounts()
+        self.draft_lengths = DraftLengths(
+            limits.max_draft_tokens, limits.adapts_drafts, limits.num_stages == 1 and not limits.num_lookahead
+        )
         self.num_runnable = 0
+        self.waits = False
         self.proposer = proposer
         self._arrivals = itertools.count()
         self._in_flight: deque[Step] = deque()
@@ -120,9 +128,12 @@ class Scheduler:
             budget = self._schedule_prefills(budget, step)
         if not step.preempts:
             self._admit(budget, step, now)
-            if self.proposer is not None and not add_drafts(step, num_decodes, self.proposer, self.limits, self.pages):
-                self.proposer = None
+            if self.proposer is not None:
+                chooser, limits, pages = self.draft_lengths, self.limits, self.pages
+                if not add_drafts(step, num_decodes, self.proposer, chooser, limits, pages):
+                    self.proposer = None
         self.num_runnable = step.num_runnable + len(step.plan.setups)
+        self.waits = step.waits
         if not step.sequences:
             return None
         self._microbatches.add(step)
@@ -149,7 +160,8 @@ class Scheduler:
         if plan.pooling or plan.targets:
             step.scored, step.pooled = step.scored_rows(), self._end_pooled(step.pooled_rows())
         if plan.has_drafts:
-            drop_rejected(step, tokens, None if self.limits.num_lookahead else self.pages, self.draft_counts)
+            pages = None if self.limits.num_lookahead else self.pages
+            drop_rejected(step, tokens, pages, self.draft_counts, self.draft_lengths)
         sampled, previous_s, num_more = step.sampled, step.previous_s, 0
         for sequence, num_samples, new in zip(step.sequences, plan.num_samples, tokens, strict=True):
             if not num_samples or sequence.finish_reason is not None:
@@ -174,6 +186,7 @@ class Scheduler:
             else:
                 num_more += self._append(sequence, new, step.finished) - 1
         step.num_new_tokens = len(sampled) + num_more
+        measure_step(step, self.draft_lengths)
         return step
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxserve.api.errors import own_failure
+from jaxserve.scheduling.draft_lengths import Proposed
 from jaxserve.scheduling.endings import constraint_failure
 from jaxserve.scheduling.plan import ChunkPooling, ChunkTargets, PageCopy, SlotMask, SlotSetup, StepPlan
 from jaxserve.scheduling.sequence import Constraint, Sequence
@@ -49,6 +50,9 @@ class Step:
         partial_prefills: Running sequences whose prompts are only partly computed.
         preempts: Whether a sequence was preempted.
         num_members: Number of rows that sample or that admit a sequence.
+        is_ahead: Whether its decode rows follow tokens that steps in flight sample; set with a proposer of drafts only.
+        waits: Whether the next plan should wait for its tokens, to have better drafts.
+        proposed: What was proposed for each sequence, if any row has drafts.
         errors: Sequences whose row could not be built as planned; they fail once the step completes.
         completed_s: When it completed, in seconds of ``time.monotonic()``; 0 before.
         sampled: Sequences with new tokens.
@@ -69,6 +73,9 @@ class Step:
     partial_prefills: list[Sequence] = dataclasses.field(default_factory=list[Sequence])
     preempts: bool = False
     num_members: int = 0
+    is_ahead: bool = False
+    waits: bool = False
+    proposed: dict[Sequence, Proposed] = dataclasses.field(default_factory=dict[Sequence, Proposed])
     errors: list[SequenceError] = dataclasses.field(default_factory=list[SequenceError])
     completed_s: float = 0.0
     sampled: list[Sequence] = dataclasses.field(default_factory=list[Sequence])

@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 128,
     "block_size": 8,
     "compilation_cache_dir": "",
-    "speculative_config": {"method": "known", "num_speculative_tokens": 4},
+    "speculative_config": {"method": "known", "num_speculative_tokens": 4, "enable_adaptive_verification": False},
 }
 PROMPT = "What is 12 plus 30?"
 LONG = {"max_tokens": 40, "ignore_eos": True}
@@ -82,7 +82,8 @@ class Run:
     @contextlib.contextmanager
     def proposing(self) -> Iterator[None]:
         """Engines that are started or moved meanwhile ask the proposer."""
-        methods, proposers = {"known": ("num_speculative_tokens",)}, {"known": lambda config: self.proposer}
+        keys = ("num_speculative_tokens", "enable_adaptive_verification")
+        methods, proposers = {"known": keys}, {"known": lambda config: self.proposer}
         with (
             mock.patch.object(speculation, "METHODS", methods),
             mock.patch.object(registry, "PROPOSERS", proposers),

@@ -2,9 +2,12 @@
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from jaxserve.device.runner_interface import Runner, StepResult
+from jaxserve.engine.replica import Replica
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import ON_DEVICE, Sampling, SchedulerLimits, StepPlan
 from jaxserve.scheduling.proposers.grammar import GrammarProposer
@@ -112,6 +115,30 @@ def test_drafts_of_a_pending_row_follow_those_in_flight() -> None:
     assert len(sequence.tables[0].pages) == 3, "a page goes back"
     scheduler.complete(second, [[4, 105]])
     assert sequence.token_ids[5:] == [100, 3, 4, 105] and (sequence.num_computed, sequence.num_pending) == (8, 0)
+
+
+def test_a_step_waits_for_the_tokens_of_one_with_drafts() -> None:
+    """Without drafts, the next step is launched ahead."""
+
+    class Early(Counting):
+        def follow(self, sequence: Sequence) -> list[int]:
+            return super().follow(sequence) if sequence.num_output_tokens < 9 else []
+
+    plans, in_flight, next_token = list[StepPlan](), list[int](), iter(range(100, 200))
+    runner = mock.create_autospec(Runner)
+    runner.launch.side_effect = plans.extend
+    scheduler = make_scheduler(proposer=Early())
+    replica = Replica([scheduler], runner, depth=2)
+    add(scheduler, "a", new=13)
+    while scheduler.num_unfinished:
+        is_launched, num_collected = replica.launch(), runner.collect.call_count
+        in_flight += [len(plans) - num_collected] * is_launched
+        if plans[num_collected:]:
+            tokens = [next(next_token) for _ in range(plans[num_collected].num_samples[0])]
+            runner.collect.side_effect = [[StepResult([tokens], None, None)]]
+            replica.collect(not is_launched)
+    assert [plan.num_samples[0] for plan in plans] == [1, 4, 4, 1, 1, 1, 1]
+    assert in_flight == [1, 2, 1, 1, 2, 2, 2], "each launch, itself included"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ from jaxserve.scheduling.sequence import Sequence
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, outcome, scores
 from tests.sequences import proposed
 
-NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+FIXED: dict[str, Any] = {"enable_adaptive_verification": False}  # the number of steps does not depend on their times
+NGRAM = FIXED | {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SUFFIX: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 3}
 CYCLE = [*range(30, 37)] * 3
 STORY = SamplingParams(temperature=0.0, max_tokens=90, logprobs=2, ignore_eos=True)
@@ -223,7 +224,7 @@ def test_past_outputs_make_the_same_completions_in_fewer_steps(expected: list[Re
     ]
     names = [f"spec_decode_num_{what}" for what in ("drafts", "draft_tokens", "accepted_tokens")]
     reports: dict[str, Any] = {"per_request_spec_decode_metrics": "detailed", "disable_log_stats": False}
-    with LLM("demo", **SETTINGS, spec_method="suffix", spec_tokens=8, **reports) as llm:
+    with LLM("demo", **SETTINGS, spec_method="suffix", spec_tokens=8, speculative_config=FIXED, **reports) as llm:
         llm.beam_search(["abcabcabc", "abcabcabc"], BeamSearchParams(beam_width=2, max_tokens=6))
         generate(llm, [("abcabcabc", {"max_tokens": 1, "prompt_logprobs": 1})] * 2)
         assert metric(llm, names[0]) == 0, "neither beams nor scores of prompts take drafts"

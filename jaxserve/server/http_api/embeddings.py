@@ -18,11 +18,11 @@ from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check, limited, one_of, prompts
 from jaxserve.server.http_api.generation import (
     PROMPT_FIELDS,
-    generate_all,
     prompt_requests,
     response_head,
     usage_object,
 )
+from jaxserve.server.http_api.merged_outputs import generate_all
 from jaxserve.server.http_api.responses import json_response, unused_fields_header
 
 POOLING_FIELDS = ("pooling", "normalize", "dimensions")

@@ -32,9 +32,9 @@ from jaxserve.server.http_api.fields import (
     read_fields,
     whole,
 )
+from jaxserve.server.http_api.merged_outputs import generate_all
 from jaxserve.server.http_api.responses import DONE, json_response, json_text, send_events, unused_fields_header
 from jaxserve.server.packed_logprobs import write_output
-from jaxserve.server.request_log import RequestEntry
 from jaxserve.server.settings import ServerConfig
 
 VERSION = importlib.metadata.version("jaxserve")
@@ -196,54 +196,6 @@ def prompt_requests(
 
 
 # ---------------------------------------------------------------------------------------------------------- responses
-
-
-async def generate_all(
-    call: HttpCall, entries: Sequence[RequestEntry]
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Admit requests together, and yield the outputs of each with the request's index, as they come.
-
-    An error of one request aborts the others.
-
-    Raises:
-        JaxserveError: As ``Ledger.admit`` and ``Frontend.generate``.
-    """
-    frontend = call.frontend
-    with frontend.ledger.admit(call.caller, sum(entry.request.params.n for entry in entries)):
-        if len(entries) == 1:
-            async with aclosing(frontend.generate(entries[0])) as outputs:
-                async for output in outputs:
-                    yield 0, output
-            return
-
-        # At most one output waits here: while the reader is busy, the engine client merges the deltas of each request.
-        queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(1)
-
-        async def forward(index: int, entry: RequestEntry) -> None:
-            end: Exception | None = None
-            try:
-                async with aclosing(frontend.generate(entry)) as outputs:
-                    async for output in outputs:
-                        await queue.put((index, output))
-            except Exception as error:
-                end = error
-            await queue.put((index, end))
-
-        tasks = [asyncio.create_task(forward(index, entry)) for index, entry in enumerate(entries)]
-        try:
-            num_left = len(tasks)
-            while num_left:
-                index, output = await queue.get()
-                if isinstance(output, Exception):
-                    raise output
-                if output is None:
-                    num_left -= 1
-                else:
-                    yield index, output
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def response_head(frontend: Frontend, prefix: str, kind: str) -> dict[str, Any]:

@@ -134,17 +134,17 @@ WRONG = [
     ({"speculative_config": "ngram"}, "speculative_config: expected dict, got 'ngram'"),
     (
         {"speculative_config": {}},
-        "speculative_config.method: expected one of grammar, ngram, suffix, draft_model, got None",
+        "speculative_config.method: expected one of grammar, ngram, suffix, draft_model, eagle3, mtp, got None",
     ),
     (
-        {"speculative_config": {"method": "eagle3"}},
-        "speculative_config.method: expected one of grammar, ngram, suffix, draft_model, got 'eagle3'",
+        {"speculative_config": {"method": "eagle9"}},
+        "speculative_config.method: expected one of grammar, ngram, suffix, draft_model, eagle3, mtp, got 'eagle9'",
     ),
     ({"speculative_config": {"method": ["ngram"]}}, r"speculative_config.method: .*got \['ngram'\]"),
     (
         {"speculative_config": {"method": "ngram", "model": "m"}},
-        "speculative_config: expected method, num_speculative_tokens, prompt_lookup_max, prompt_lookup_min with method "
-        "'ngram'; got 'model'",
+        "speculative_config: expected method, num_speculative_tokens, enable_adaptive_verification, prompt_lookup_max, "
+        "prompt_lookup_min with method 'ngram'; got 'model'",
     ),
     (
         {"speculative_config": {"method": "ngram"}},
@@ -171,6 +171,10 @@ WRONG = [
     ),
     ({"speculative_config": {"method": "medusa"}}, "got 'medusa': its heads guess trees of tokens; drafts are chains"),
     ({"spec_method": "ngram", "spec_tokens": 65}, "num_speculative_tokens: expected an integer from 1 to 64, got 65"),
+    (
+        {"spec_method": "suffix", "speculative_config": {"enable_adaptive_verification": 1}},
+        "speculative_config.enable_adaptive_verification: expected true or false, got 1",
+    ),
     (
         {"spec_method": "suffix", "speculative_config": {"suffix_max_tree_depth": 8}},
         "got 'suffix_max_tree_depth'; did you mean suffix_decoding_max_tree_depth?",

@@ -1,0 +1,247 @@
+"""Choose how many drafts each row of a step verifies, for the most tokens per second.
+
+What is expected is measured: how often drafts are accepted, and how long steps take. Nothing here affects the tokens of
+a sequence, only the number of steps that it takes.
+"""
+
+import bisect
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+PROBE_STEPS = 64
+"""Of this many steps for which there are drafts, one does what seems worse."""
+_FIRST_PROBE_STEPS, _NUM_FIRST_PROBES = 8, 6
+_MARGIN = 1.03  # that more tokens per second must be promised: times are noisy
+_FIRST_RATE = 0.9  # acceptance of drafts that have not been tried
+_FIRST_WEIGHT = 1.0  # as many drafts
+_DECAY = 0.99  # of counts, with each further draft: about the last 100 count
+_FEW_PAIRS, _MOST_PAIRS = 2, 9  # of which the median counts
+
+
+class Acceptance:
+    """Measured probability that drafts of one kind are accepted, by position.
+
+    Args:
+        max_drafts: Most drafts per row.
+    """
+
+    def __init__(self, max_drafts: int):
+        self._tried = [0.0] * max_drafts
+        self._accepted = [0.0] * max_drafts
+        self._expected: list[float] | None = None
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a row up to the first that was not accepted."""
+        for position in range(min(num_accepted + 1, num_drafts)):
+            self._tried[position] = self._tried[position] * _DECAY + 1
+            self._accepted[position] = self._accepted[position] * _DECAY + (position < num_accepted)
+        self._expected = None
+
+    @property
+    def expected(self) -> list[float]:
+        """For each position the probability that all drafts up to it are accepted.
+
+        A position that has hardly been tried counts like the one before it.
+        """
+        if self._expected is None:
+            rate, product, found = _FIRST_RATE, 1.0, list[float]()
+            for tried, accepted in zip(self._tried, self._accepted, strict=True):
+                rate = (accepted + _FIRST_WEIGHT * rate) / (tried + _FIRST_WEIGHT)
+                product *= rate
+                found.append(product)
+            self._expected = found
+        return self._expected
+
+
+class StepCosts:
+    """Measured time of steps with about as many rows, by their number of drafts, relative to a step without.
+
+    Steps that follow each other are compared, so that neither growing contexts nor other programs on the machine count.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[int, deque[float]] = {}
+        self._known: list[tuple[int, float]] = [(0, 1.0)]  # numbers of drafts, in order, and the median of their costs
+
+    def add(self, num_drafts: int, cost: float) -> None:
+        """Add a step."""
+        size = round(2 ** (round(2 * math.log2(num_drafts)) / 2))
+        latest = self._latest.setdefault(size, deque(maxlen=_MOST_PAIRS))
+        latest.append(cost)
+        if len(latest) >= _FEW_PAIRS:
+            index = bisect.bisect_left(self._known, size, key=_size)
+            is_new = index == len(self._known) or self._known[index][0] != size
+            self._known[index : index + (not is_new)] = [(size, statistics.median(latest))]
+
+    def estimate(self, num_drafts: int) -> float:
+        """Return the cost of a step, interpolated; above the largest number that was measured, that one's."""
+        index = bisect.bisect_left(self._known, num_drafts, key=_size)
+        if index == len(self._known):
+            return self._known[-1][1]
+        size, cost = self._known[index]
+        if size == num_drafts:
+            return cost
+        size_below, cost_below = self._known[index - 1]
+        return cost_below + (cost - cost_below) * (num_drafts - size_below) / (size - size_below)
+
+
+def _size(cell: tuple[int, float]) -> int:
+    return cell[0]
+
+
+class Proposed(NamedTuple):
+    """The drafts that are proposed for a row.
+
+    Attributes:
+        num_tokens: Their number.
+        is_constrained: Whether a constraint allows, or even forces, each of them.
+        is_ahead: Whether the tokens before them are not all known.
+    """
+
+    num_tokens: int
+    is_constrained: bool = False
+    is_ahead: bool = False
+
+
+class Choice(NamedTuple):
+    """What a step does.
+
+    Attributes:
+        lengths: Number of drafts of each row.
+        waits: Whether the next plan should wait for the tokens of this step.
+    """
+
+    lengths: list[int]
+    waits: bool
+
+
+class DraftLengths:
+    """Chooses the number of drafts of each row, and whether the next plan waits for their tokens.
+
+    A step that waits has better drafts than one that is launched ahead, but the device has nothing to do while the host
+    plans it. Every so often a step does what seems worse, so that its measured time is not stale.
+
+    Args:
+        max_drafts: Most drafts per row.
+        is_adaptive: Whether to choose; if not, each row verifies all its drafts.
+        can_wait: Whether plans can wait for tokens: not in a pipeline, nor for drafts that are made on the device.
+    """
+
+    def __init__(self, max_drafts: int, is_adaptive: bool, can_wait: bool):
+        self._max_drafts = max_drafts
+        self.is_adaptive = is_adaptive
+        self._can_wait = can_wait
+        self._acceptance: dict[tuple[bool, int], Acceptance] = {}
+        self._costs: dict[int, StepCosts] = {}
+        self._num_choices = 0
+        self._num_probes = 0
+        self._probe: _Probe | None = None  # what the next step does
+        self._latest: _MeasuredStep | None = None
+        self._overlaps = False
+
+    def choose(self, proposed: Items[Proposed], budget: int) -> Choice:
+        """Choose for the decode rows of a step, which may have ``budget`` drafts together."""
+        everything, nothing = _cut(proposed, budget), [0] * len(proposed)
+        if not any(everything):
+            return Choice(everything, False)
+        if not self.is_adaptive:
+            return Choice(everything, self._can_wait)
+        best, rate = self._best(proposed, budget)
+        pays, lengths = rate > _MARGIN, nothing
+        if pays:
+            rows = zip(proposed, best, strict=True)
+            lengths = [0 if row.is_ahead and self._can_wait else length for row, length in rows]
+        if self._probe is not None:
+            lengths = {"none": nothing, "best": best, "all": everything}[self._probe]
+            self._probe = None
+        elif self._is_due():
+            self._probe = _PROBES[pays][self._num_probes % 2]
+            pays = self._probe != "none"
+        return Choice(lengths, pays and self._can_wait)
+
+    def add_row(self, proposed: Proposed, num_drafts: int, num_accepted: int) -> None:
+        """Count the accepted drafts of a row, of those that were verified."""
+        self._kind(proposed).add(num_drafts, num_accepted)
+
+    def add_step(self, num_rows: int, is_ahead: bool, num_drafts: int, seconds: float) -> None:
+        """Add the measured time of a step of decode rows, from the tokens of the step before."""
+        self._overlaps = self._overlaps or is_ahead
+        step, before = _MeasuredStep(num_rows, is_ahead, num_drafts, seconds), self._latest
+        self._latest = step
+        if before is None or before.num_rows != num_rows or min(before.seconds, seconds) <= 0:
+            return
+        plain, drafting = (step, before) if before.num_drafts else (before, step)
+        is_usual = plain.is_ahead or not self._overlaps
+        if drafting.num_drafts and not plain.num_drafts and is_usual:
+            self._table(num_rows).add(drafting.num_drafts, drafting.seconds / plain.seconds)
+
+    def _is_due(self) -> bool:
+        """Whether the next step is a probe."""
+        self._num_choices += 1
+        every = _FIRST_PROBE_STEPS if self._num_probes < _NUM_FIRST_PROBES else PROBE_STEPS
+        if self._num_choices < every:
+            return False
+        self._num_choices = 0
+        self._num_probes += 1
+        return True
+
+    def _best(self, proposed: Items[Proposed], budget: int) -> tuple[list[int], float]:
+        """Return how many drafts of each row promise the most tokens per second, at least one, and how many times those
+        of a step without drafts these are."""
+        gains = [
+            (gain, index)
+            for index, row in enumerate(proposed)
+            if row.num_tokens
+            for gain in self._kind(row).expected[: row.num_tokens]
+        ]
+        gains = sorted(gains, key=lambda gain: -gain[0])[:budget]
+        sums, num_rows = [*itertools.accumulate(gain for gain, _ in gains)], len(proposed)
+        table, count, best, best_rate = self._table(num_rows), len(gains), 0, 0.0
+        while count:
+            rate = (1 + sums[count - 1] / num_rows) / table.estimate(count)
+            if rate > best_rate:
+                best, best_rate = count, rate
+            count //= 2
+        lengths = [0] * num_rows
+        for _, row in gains[:best]:
+            lengths[row] += 1
+        return lengths, best_rate
+
+    def _kind(self, proposed: Proposed) -> Acceptance:
+        key = proposed.is_constrained, proposed.num_tokens.bit_length()
+        if key not in self._acceptance:
+            self._acceptance[key] = Acceptance(self._max_drafts)
+        return self._acceptance[key]
+
+    def _table(self, num_rows: int) -> StepCosts:
+        key = round(4 * math.log2(num_rows))
+        if key not in self._costs:
+            self._costs[key] = StepCosts()
+        return self._costs[key]
+
+
+_Probe = Literal["none", "best", "all"]
+_PROBES: Mapping[bool, tuple[_Probe, _Probe]] = MappingProxyType({True: ("none", "all"), False: ("best", "all")})
+"""Probes in turns, where drafts are verified and where they are not."""
+
+
+class _MeasuredStep(NamedTuple):
+    num_rows: int
+    is_ahead: bool
+    num_drafts: int
+    seconds: float
+
+
+def _cut(proposed: Items[Proposed], budget: int) -> list[int]:
+    """Return the number of drafts of each row as far as the budget goes, first come, first served."""
+    found = list[int]()
+    for row in proposed:
+        found.append(min(row.num_tokens, budget))
+        budget -= found[-1]
+    return found

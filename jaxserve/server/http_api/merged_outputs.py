@@ -1,0 +1,57 @@
+"""The outputs of several requests of one call, as they come."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.server.http_api.endpoint import HttpCall
+from jaxserve.server.request_log import RequestEntry
+
+
+async def generate_all(
+    call: HttpCall, entries: Sequence[RequestEntry]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Admit requests together, and yield the outputs of each with the request's index, as they come.
+
+    An error of one request aborts the others.
+
+    Raises:
+        JaxserveError: As ``Ledger.admit`` and ``Frontend.generate``.
+    """
+    frontend = call.frontend
+    with frontend.ledger.admit(call.caller, sum(entry.request.params.n for entry in entries)):
+        if len(entries) == 1:
+            async with aclosing(frontend.generate(entries[0])) as outputs:
+                async for output in outputs:
+                    yield 0, output
+            return
+
+        # At most one output waits here: while the reader is busy, the engine client merges the deltas of each request.
+        queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(1)
+
+        async def forward(index: int, entry: RequestEntry) -> None:
+            end: Exception | None = None
+            try:
+                async with aclosing(frontend.generate(entry)) as outputs:
+                    async for output in outputs:
+                        await queue.put((index, output))
+            except Exception as error:
+                end = error
+            await queue.put((index, end))
+
+        tasks = [asyncio.create_task(forward(index, entry)) for index, entry in enumerate(entries)]
+        try:
+            num_left = len(tasks)
+            while num_left:
+                index, output = await queue.get()
+                if isinstance(output, Exception):
+                    raise output
+                if output is None:
+                    num_left -= 1
+                else:
+                    yield index, output
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
