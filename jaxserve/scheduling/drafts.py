@@ -184,9 +184,8 @@ def _reserve(sequence: Sequence, drafts: ConstrainedDrafts, most: int, step: Ste
     """Return the drafts that fit into a sequence's pages, at most ``most``; reserve these, with their masks."""
     token_ids, start = drafts.token_ids[:most], sequence.num_computed
     end = start + len(token_ids)
-    wanted = pages.with_lookahead(sequence, end)
-    if wanted > sequence.decode_limit:
-        pages.grow_to(sequence, wanted)
+    if pages.with_lookahead(sequence, end) > sequence.decode_limit:
+        pages.grow_to(sequence, pages.with_lookahead(sequence, end))
         step.plan.grants += pages.grants(sequence)
         end = min(end, sequence.decode_limit)
         token_ids = token_ids[: end - start]

@@ -89,7 +89,7 @@ class Scheduler:
         self.num_decode_rows = 0
         self.draft_counts = DraftCounts()
         self.draft_lengths = DraftLengths(
-            limits.max_draft_tokens, limits.adapts_drafts, limits.num_stages == 1 and not limits.num_lookahead
+            limits.max_draft_tokens, limits.adapts_drafts, can_wait=limits.num_stages == 1 and not limits.num_lookahead
         )
         self.num_runnable = 0
         self.waits = False
@@ -133,7 +133,7 @@ class Scheduler:
                 if not add_drafts(step, num_decodes, self.proposer, chooser, limits, pages):
                     self.proposer = None
         self.num_runnable = step.num_runnable + len(step.plan.setups)
-        self.waits = step.waits and not self.limits.num_lookahead  # drafts on the device are right ahead too
+        self.waits = step.waits
         if not step.sequences:
             return None
         self._microbatches.add(step)
