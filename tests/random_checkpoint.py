@@ -75,5 +75,10 @@ def write_checkpoint(directory: Path, config: dict[str, Any], seed: int) -> None
 def write_checkpoint_with_tokenizer(directory: Path, config: dict[str, Any], seed: int) -> None:
     """Writes a checkpoint with the demo model's tokenizer."""
     write_checkpoint(directory, config, seed)
+    write_tokenizer(directory)
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Copies the demo model's tokenizer, of 360 tokens."""
     for path in MODEL_DIRECTORY.glob("*token*.json"):
         shutil.copy(path, directory)

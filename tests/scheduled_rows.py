@@ -154,7 +154,7 @@ def _trace(program: ShardedModel, shape: Shape, row_tile: int | None) -> jax.sta
     def body(arrays, pools, tokens, positions, order, batch):  # noqa: ANN001, ANN202 - as traced below
         model = abstract.merge(arrays)
         lengths = jnp.full_like(positions, program.config.max_positions)
-        hidden, pools, _ = model.hidden(TokenBatch(tokens, positions, lengths, (batch,)), pools, settings)
+        hidden, pools, *_ = model.hidden(TokenBatch(tokens, positions, lengths, (batch,)), pools, settings)
         logits = model.logits(hidden[order], batch.query_lens.sum(), row_tile)
         return pools, hidden, logits
 

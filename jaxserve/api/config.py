@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.api.config_checks import check_settings, parse_length, parse_mesh
+from jaxserve.api.speculation import DEVICE_METHODS
 from jaxserve.api.vllm_arguments import SERVER_ONLY, log_ignored
 from jaxserve.api.vllm_engine_arguments import NO_EFFECT, REFUSED
 
@@ -94,12 +95,16 @@ class EngineConfig:
             longer match proposes more: at most ``suffix_decoding_max_spec_factor`` (1.0) times its length, and both
             together at most ``suffix_decoding_max_tree_depth`` tokens (24; also the default of
             ``num_speculative_tokens``); a draft ends where the share of past texts that go on so falls below
-            ``suffix_decoding_min_token_prob`` (0.1). With ``deterministic``, completions are bit for bit those without
-            drafts; otherwise drafts affect them no more than other requests in a batch do. With every method, tokens
-            that a grammar or a thinking budget forces are drafts too; with ``grammar``, only these are. Each step
-            verifies fewer drafts, or none, where that is faster by measured times and acceptance;
-            ``enable_adaptive_verification: false`` always verifies all.
+            ``suffix_decoding_min_token_prob`` (0.1). ``draft_model`` samples from a smaller ``model`` with the same
+            vocabulary (a directory or hub id, and its ``revision``), of the same ``dtype`` by default, on the same
+            devices; ``draft_sample_method`` says whether as each request asks for (``probabilistic``, the default) or
+            its most likely tokens (``greedy``); requests with structured outputs take what their grammar forces alone.
+            With ``deterministic``, completions are bit for bit those without drafts; otherwise drafts affect them no
+            more than other requests in a batch do. With every method, tokens that a grammar or a thinking budget forces
+            are drafts too; with ``grammar``, only these are. Each step verifies fewer drafts, or none, where that is
+            faster by measured times and acceptance; ``enable_adaptive_verification: false`` always verifies all.
         spec_method: Short for the key ``method`` of ``speculative_config``.
+        spec_model: Short for its key ``model``.
         spec_tokens: Short for its key ``num_speculative_tokens``.
         async_scheduling: Launch a step before the tokens of the previous step are known.
         max_logprobs: Largest number of logprobs per position that a request may ask for; -1 for the whole vocabulary.
@@ -177,6 +182,7 @@ class EngineConfig:
     deterministic: bool | None = None
     speculative_config: dict[str, Any] | None = None
     spec_method: str | None = None
+    spec_model: str | None = None
     spec_tokens: int | None = None
     async_scheduling: bool | None = None
     max_logprobs: int = 20
@@ -223,6 +229,12 @@ class EngineConfig:
         """Whether steps verify fewer draft tokens where that is faster."""
         config = self.speculative_config
         return config is not None and config.get("enable_adaptive_verification", True)
+
+    @property
+    def num_device_drafts(self) -> int:
+        """Drafts that a model on the device makes per sequence and step; 0 without one."""
+        is_on_device = self.speculative_config is not None and self.speculative_config["method"] in DEVICE_METHODS
+        return self.num_speculative_tokens if is_on_device else 0
 
     @property
     def is_pooling(self) -> bool:

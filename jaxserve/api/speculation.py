@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -40,6 +40,8 @@ class Key(NamedTuple):
 
 
 MAX_DRAFTS = 64
+DEVICE_METHODS = ("draft_model", "eagle3", "mtp")
+"""Methods whose drafts a model makes on the device."""
 KEYS: Mapping[str, Key] = MappingProxyType(
     {
         "num_speculative_tokens": Key(most=MAX_DRAFTS),
@@ -50,8 +52,18 @@ KEYS: Mapping[str, Key] = MappingProxyType(
         "suffix_decoding_max_cached_requests": Key(least=0, default=10_000),
         "suffix_decoding_max_spec_factor": Key(float, least=0, default=1.0),
         "suffix_decoding_min_token_prob": Key(float, least=0, most=1, default=0.1),
+        "draft_tensor_parallel_size": Key(),
     }
 )
+TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "model": (),
+        "revision": (),
+        "dtype": ("auto", "float32", "bfloat16", "float16"),
+        "draft_sample_method": ("probabilistic", "greedy"),
+    }
+)
+"""The texts that the other keys accept, the default first; empty: any text, without a default."""
 _COMMON = ("num_speculative_tokens", "enable_adaptive_verification")
 METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -64,17 +76,35 @@ METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "suffix_decoding_max_spec_factor",
             "suffix_decoding_min_token_prob",
         ),
+        "draft_model": (
+            *_COMMON,
+            "model",
+            "revision",
+            "dtype",
+            "draft_tensor_parallel_size",
+            "draft_sample_method",
+        ),
+        "eagle3": (
+            *_COMMON,
+            "model",
+            "revision",
+            "draft_tensor_parallel_size",
+            "draft_sample_method",
+        ),
+        "mtp": (*_COMMON, "draft_tensor_parallel_size", "draft_sample_method"),
     }
 )
-"""The keys of each method, besides ``method``; all are in ``KEYS``."""
-SHORTCUTS: Mapping[str, str] = MappingProxyType({"spec_method": "method", "spec_tokens": "num_speculative_tokens"})
+"""The keys of each method, besides ``method``; all are in ``KEYS`` or ``TEXTS``."""
+SHORTCUTS: Mapping[str, str] = MappingProxyType(
+    {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+)
 """The settings that stand for single keys."""
 _HEADS = "its heads guess trees of tokens; drafts are chains here"
 _REFUSED_METHODS: Mapping[str, str] = MappingProxyType({"medusa": _HEADS, "mlp_speculator": _HEADS})
 _REFUSED_KEYS: Mapping[str, str] = MappingProxyType(
     {
         "speculative_token_tree": "drafts are chains, not trees",
-        "tensor_parallel_size": "a proposer on the host uses no device",
+        "tensor_parallel_size": "what a method runs on devices uses those of the model",
     }
 )
 _LOSSLESS = "standard"
@@ -107,14 +137,8 @@ def check_speculation(values: Mapping[str, Any] | None, shortcuts: Mapping[str, 
             "token that would have been sampled, so that answers do not change"
         )
     method = _check_method(given.get("method"))
-    known = METHODS[method]
-    for key, value in given.items():
-        if key in known:
-            KEYS[key].check(f"{NAME}.{key}", value)
-        elif key != "method":
-            raise _unknown(key, method)
-    defaults = {key: KEYS[key].default for key in known if KEYS[key].default is not None}
-    given = {**defaults, **given}
+    given = {**_defaults(METHODS[method]), **given}
+    _check_values(given, method)
     if method == "suffix":
         given.setdefault("num_speculative_tokens", min(given["suffix_decoding_max_tree_depth"], MAX_DRAFTS))
     KEYS["num_speculative_tokens"].check(f"{NAME}.num_speculative_tokens", given.get("num_speculative_tokens"))
@@ -122,6 +146,26 @@ def check_speculation(values: Mapping[str, Any] | None, shortcuts: Mapping[str, 
     if least > most:
         raise ConfigError(f"{NAME}: prompt_lookup_min={least} must be at most prompt_lookup_max={most}")
     return given
+
+
+def _defaults(known: Iterable[str]) -> dict[str, Any]:
+    """Return the defaults of those keys that have one."""
+    numbers = {key: KEYS[key].default for key in known if key in KEYS and KEYS[key].default is not None}
+    return numbers | {key: TEXTS[key][0] for key in known if key == "draft_sample_method"}
+
+
+def _check_values(given: Mapping[str, Any], method: str) -> None:
+    """Raise ConfigError for an unknown key, a value that is not accepted, or no model where a method needs one."""
+    known = METHODS[method]
+    for key, value in given.items():
+        if key not in known and key != "method":
+            raise _unknown(key, method)
+        if key in KEYS:
+            KEYS[key].check(f"{NAME}.{key}", value)
+        elif key in TEXTS:
+            _check_text(key, value)
+    if "model" in known and "model" not in given:
+        raise ConfigError(f"{NAME}.model: expected the directory or hub id of a draft model for method {method!r}")
 
 
 def _check_method(method: Any) -> str:
@@ -136,6 +180,14 @@ def _check_method(method: Any) -> str:
     raise ConfigError(
         f"{NAME}.method: expected one of {', '.join(METHODS)}, got {method!r}" + (f": {why}" if why else "")
     )
+
+
+def _check_text(key: str, value: Any) -> None:
+    """Raise ConfigError unless a value is one of those that a key of ``TEXTS`` accepts."""
+    accepted = TEXTS[key]
+    if not isinstance(value, str) or not value or (accepted and value not in accepted):
+        what = f"one of {', '.join(accepted)}" if accepted else "a text"
+        raise ConfigError(f"{NAME}.{key}: expected {what}, got {value!r}")
 
 
 def _unknown(key: str, method: str) -> ConfigError:

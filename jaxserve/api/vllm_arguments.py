@@ -90,7 +90,7 @@ SAME: Final = tuple(
     "long_prefill_token_threshold max_logprobs logprobs_mode disable_log_stats revision tokenizer_revision hf_token "
     "hf_overrides num_gpu_blocks_override enable_chunked_prefill reasoning_parser tool_call_parser scheduling_policy "
     "generation_config override_generation_config attention_backend logits_processors async_scheduling "
-    "chat_template speculative_config spec_method spec_tokens per_request_spec_decode_metrics".split()
+    "chat_template speculative_config spec_method spec_model spec_tokens per_request_spec_decode_metrics".split()
 )
 """vLLM's arguments that are settings of the engine."""
 

@@ -190,7 +190,6 @@ REFUSED: Final[Mapping[str, Argument]] = MappingProxyType(
         "cpu_offload_gb": Argument("weights are not kept in host memory: use more devices", 0),
         "offload_group_size": Argument("weights are not kept in host memory: use more devices", 0),
         "kv_offloading_size": Argument("pages are not kept in host memory", 0),
-        "spec_model": Argument("no method of `speculative_config` reads a model"),
         "enable_lora": Argument("adapters are not implemented: merge them into the model", False),
         "default_mm_loras": Argument("adapters are not implemented", {}),
         "enable_sleep_mode": Argument("sleep mode is not implemented: close the engine", False),

@@ -85,10 +85,10 @@ class Buckets:
             tuple(sorted({_round_up(size, to) for size in given.get(kind) or sizes}))
             for (kind, to), sizes in zip(multiples.items(), defaults, strict=True)
         )
-        drafts = _eighths(_FEWEST_ROWS if skips_padding else 1, max_num_seqs) if max_samples > 1 else ()
-        draft_rows = tuple(sorted({_round_up(size, multiple) for size in drafts}))
+        drafts = draft_rows(max_num_seqs, skips_padding) if max_samples > 1 else ()
+        rows = tuple(sorted({_round_up(size, multiple) for size in drafts}))
         samples = max_samples, None if max_step_samples is None else _round_up(max_step_samples, multiple)
-        return cls(decode, mixed, max_num_seqs, table_pages, multiple, *samples, draft_rows, num_tables)
+        return cls(decode, mixed, max_num_seqs, table_pages, multiple, *samples, rows, num_tables)
 
     def shapes(self) -> list[BatchShape]:
         """Return all shapes except ``scoring_shape``, decode shapes first."""
@@ -142,6 +142,12 @@ class Buckets:
             num_arguments=self.num_arguments,
             num_tables=self.num_tables,
         )
+
+
+def draft_rows(max_num_seqs: int, skips_padding: bool) -> tuple[int, ...]:
+    """Return the rows of the decode shapes with drafts, which shapes without also have if a model on the device drafts
+    after each step; the arguments are those of ``Buckets.make``."""
+    return _eighths(_FEWEST_ROWS if skips_padding else 1, max_num_seqs)
 
 
 def _check_given(

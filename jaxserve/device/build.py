@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.config_checks import whole_prompts_error
 from jaxserve.api.errors import ConfigError
-from jaxserve.device.buckets import Buckets
+from jaxserve.device.buckets import Buckets, draft_rows
 from jaxserve.device.determinism import choose_row_tile
+from jaxserve.device.drafter_choice import plan_drafter
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
 from jaxserve.device.layout_choice import choose_layout, choose_stages, count_stages, page_size_of
 from jaxserve.device.memory import (
@@ -169,7 +170,7 @@ def plan_engine(config: EngineConfig, model: ModelConfig | None = None) -> Engin
         directory=directory,
         config=model,
         models=[
-            dataclasses.replace(stage, mesh=mesh, num_pages=num_pages)
+            stage.placed(mesh, num_pages)
             for mesh, stage in zip(meshes, models * config.data_parallel_size, strict=True)
         ],
         buckets=_make_buckets(config, stages, needs, num_stages),
@@ -267,6 +268,7 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
         processors=load_processors(config.logits_processors or []),
         truncation=choose_step_truncation(device, config.kernels or config.attention_backend, scope.parallel),
         counts_expert_tokens=config.expert_load_metrics > 0,
+        num_drafts=config.num_device_drafts,
     )
     if config.tensor_parallel_size > 1 and sharded.parallel.size == 1:
         raise ConfigError(
@@ -274,6 +276,11 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
             f"{config.tensor_parallel_size}"
         )
     models = [dataclasses.replace(sharded, stage=stage) for stage in choose_stages(config, sharded, num_stages)]
+    drafter = plan_drafter(config, sharded)
+    if drafter is not None:
+        head = drafter.sharded.head
+        models = [dataclasses.replace(stage, aux_layers=head and head.aux_layers) for stage in models]
+        models[-1] = dataclasses.replace(models[-1], drafter=drafter)
     samples = 1 + config.num_speculative_tokens
     step_samples = most_samples(sharded, max_num_batched_tokens, samples, num_stages)
     needs = [memory_needs(stage, max_num_batched_tokens, samples, step_samples) for stage in models]
@@ -301,6 +308,8 @@ def _make_buckets(config: EngineConfig, stages: PlannedStages, needs: MemoryNeed
     given = {**(config.compile_sizes or {})}
     if "decode" in given and max(given["decode"]) <= sharded.num_slots:
         given["decode"] = [min(size, rows) for size in given["decode"]]
+    if sharded.num_drafts:
+        given.setdefault("decode", [*draft_rows(rows, skips)])
     sizes = rows, stages.max_num_batched_tokens, needs.table_pages
     samples = stages.max_samples, stages.max_step_samples if stages.max_samples > 1 else None
     shared = sharded.parallel.parts(sharded.parallel.residual_axis)
@@ -325,7 +334,15 @@ def load_params(plan: EnginePlan, sharded: ShardedModel) -> tuple[jax.Array, ...
     """
     whole = None if sharded.stage is None else lambda: sharded.whole_model().listings
     params = load_weights(plan.directory, sharded.abstract_model, whole, plan.load_format)
-    return sharded.packing.pack(params)
+    packed = sharded.packing.pack(params)
+    if sharded.drafter is None:
+        return packed
+    drafter = sharded.drafter.sharded
+    if drafter.head is None:
+        params = load_weights(sharded.drafter.directory, drafter.abstract_model, None, plan.load_format)
+    else:
+        params = drafter.head.load(drafter.abstract_model, lambda: sharded.whole_model().listings)
+    return (*packed, *drafter.packing.pack(params))
 
 
 def _batch_limits(config: EngineConfig, device: Device, max_model_len: int) -> tuple[int, int]:

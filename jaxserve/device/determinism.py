@@ -4,7 +4,6 @@ import logging
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
-from jaxserve.device.sharded_model import computes_rows_natively
 from jaxserve.layers.attention import AttentionKernel
 from jaxserve.layers.parallel import DtypePolicy, Parallel
 from jaxserve.layers.rows import ROW_TILE
@@ -48,3 +47,11 @@ def _log_determinism(config: EngineConfig, is_deterministic: bool, is_invariant:
         return
     how = "native kernels compute each row separately" if is_invariant else f"rows are computed in tiles of {ROW_TILE}"
     logger.info("Results are batch-invariant: %s", how)
+
+
+def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: AttentionKernel) -> bool:
+    """Whether native kernels compute each row separately; without fused normalization, XLA computes part of it.
+
+    Mixtures of experts count as fused: what XLA computes of them is in tiles of rows.
+    """
+    return policy.linear == kernel.name == "native" and has_fused_norms

@@ -36,6 +36,7 @@ class MemoryNeeds:
 
     Attributes:
         weights: Bytes of the parameters.
+        drafter: Those of them that are the drafter's.
         page: Bytes of one KV page, over all pools.
         temporaries: Estimated temporary bytes of the largest step.
         trials: Bytes in which XLA tries kernels out for the largest product on a GPU while weights are loaded around
@@ -55,6 +56,7 @@ class MemoryNeeds:
     max_num_seqs: int
     slots: int = 0
     trials: int = 0
+    drafter: int = 0
     windows: tuple[KVWindow | None, ...] = (None,)
 
     @property
@@ -221,9 +223,10 @@ def plan_pages(
         if platform == "cpu"
         else "a larger tensor_parallel_size or pipeline_parallel_size, a smaller dtype"
     )
+    drafter = f" ({gib(needs.drafter)} of them of the draft model)" if needs.drafter else ""
     if left <= 0:
         raise MemoryPlanError(
-            f"the model does not fit: each device needs {gib(needs.weights)} for weights, "
+            f"the model does not fit: each device needs {gib(needs.weights)} for weights{drafter}, "
             f"{gib(needs.temporaries + needs.slots)} for the largest step and {gib(reserve)} in reserve, but may use "
             f"{gib(usable)} (gpu_memory_utilization={utilization} of {gib(total)}); use {remedy} or a smaller "
             "max_num_batched_tokens"
@@ -277,16 +280,17 @@ def memory_needs(
     """Return the memory that one stage needs on each of its devices."""
     assert sharded.max_model_len is not None
     model, abstract = sharded.config, sharded.abstract_model
-    page = dataclasses.replace(sharded, num_pages=sharded.num_pages + 1).pool_bytes - sharded.pool_bytes
+    page = sharded.placed(sharded.mesh, sharded.num_pages + 1).pool_bytes - sharded.pool_bytes
     token = 3 * abstract.layer_width
     itemsize = jnp.dtype(sharded.policy.activations).itemsize
-    step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples
+    step_tokens = max_num_batched_tokens + STEPS_IN_FLIGHT * max_samples + sharded.num_drafts
     scores = model.vocab_size  # of each sample; processors see whole rows
     if sharded.parallel.keeps_logits and not sharded.processors:
         scores = sharded.vocab_width // sharded.parallel.parts(sharded.parallel.vocab)
     logits = max_step_samples * scores * 4 * 4 if sharded.is_last else 0
     return MemoryNeeds(
         weights=sharded.weight_bytes,
+        drafter=0 if sharded.drafter is None else sharded.drafter.sharded.weight_bytes,
         page=page,
         temporaries=max_num_batched_tokens * (token * itemsize + _exchanged_per_token(sharded)) + logits,
         page_size=sharded.page_size,

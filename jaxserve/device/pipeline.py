@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.device.sharded_model import shardings
+from jaxserve.device.handed_over import abstract_hidden
 from jaxserve.device.stage import Stage
 from jaxserve.device.step_batch import BatchShape, LatestTokens
+from jaxserve.device.structs import shardings
 from jaxserve.scheduling.plan import ON_DEVICE, StepPlan
 from jaxserve.scheduling.row_starts import as_array
 
@@ -40,7 +41,7 @@ class Pipeline:
     def __init__(self, stages: Sequence[Stage]):
         *earlier, last = stages
         self._earlier = tuple(earlier)
-        self._next = [stage.model.abstract_hidden(1).sharding for stage in stages[1:]]
+        self._next = [abstract_hidden(stage.model, 1).sharding for stage in stages[1:]]
         self._latest = [shardings(stage.model.abstract_latest()) for stage in earlier]
         empty = jax.tree.map(lambda struct: np.zeros(struct.shape, struct.dtype), last.model.abstract_latest())
         self._returned = collections.deque([self._sent(-1, empty)], maxlen=len(stages) + 1)
@@ -50,8 +51,8 @@ class Pipeline:
     def run(
         self, plans: Sequence[StepPlan], shape: BatchShape, buffer: np.ndarray
     ) -> tuple[list[jax.Array], list[Any]]:
-        """Launch a step of every stage but the last; return the last stage's hidden states, and the expert tokens of
-        each stage that counts them.
+        """Launch a step of every stage but the last; return the last stage's ``abstract_input``, and the expert tokens
+        of each stage that counts them.
 
         Args:
             plans: Plan of each lane.
@@ -62,7 +63,8 @@ class Pipeline:
         returned = self._needed(plans)
         for stage, latest, sharding in zip(self._earlier, returned.latest, self._next, strict=True):
             output = stage.run_layers(shape, latest, buffer, *hidden)
-            hidden = [jax.device_put(output.hidden, sharding)]
+            given = [output.hidden, *([] if output.aux is None else [output.aux])]
+            hidden = [jax.device_put(each, sharding) for each in given]
             if output.expert_tokens is not None:
                 expert_tokens.append(output.expert_tokens)
         return hidden, expert_tokens

@@ -4,22 +4,29 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxserve.api.config_checks import LOGPROBS_MODES
+from jaxserve.device.determinism import computes_rows_natively
+from jaxserve.device.head_states import HeadStates
 from jaxserve.device.packing import Packing
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, unpack
-from jaxserve.layers.attention import AttentionKernel, Pools
+from jaxserve.device.step_state import StepState
+from jaxserve.device.structs import shardings, structs_bytes
+from jaxserve.layers.attention import AttentionKernel
 from jaxserve.layers.kv_layout import KVLayout, PoolKind, lay_out_kv
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model
 from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.drafters.draft_head import DraftHead
+from jaxserve.models.drafters.source import HeadSource
 from jaxserve.models.stages import StageLayers
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from jaxserve.sampling.logprobs import MAX_LOGPROBS
@@ -29,28 +36,9 @@ from jaxserve.sampling.vocab_split import WHOLE, VocabSplit
 from pallas_kernels.registry import load
 from pallas_kernels.truncation import Truncation
 from sharding import ShardingLayout
-from sharding.plan import bytes_per_device
 
 Struct = jax.ShapeDtypeStruct
 _FEWEST_SPLIT_TOKENS = 4  # per device, in steps whose hidden states are split by tokens
-
-
-class StepState(NamedTuple):
-    """State that devices keep between steps; each step donates and returns it.
-
-    Attributes:
-        pools: Pages of each pool; see ``KVLayout``.
-        latest: Latest token and position of each slot.
-        tables: Vocabulary-sized sampling state of each slot.
-        sums: Sum of hidden states over each slot's prompt so far, for pooling requests.
-
-    Only the last pipeline stage has slots in ``tables`` and ``sums``.
-    """
-
-    pools: tuple[Pools, ...]
-    latest: LatestTokens
-    tables: SlotTables
-    sums: Float[Array, "slots D"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +65,11 @@ class ShardedModel:
         truncation: Implementation of min-p, top-k and top-p; None for the best on the mesh's devices.
         counts_expert_tokens: Whether steps count the tokens routed to each expert.
         stage: The layers of this stage; None for the whole model.
+        aux_layers: Layers whose inputs a draft head reads; None without a head.
+        num_drafts: Drafts of each slot that the device keeps; 0 without a drafter.
+        drafter: The draft model, which runs after the last stage; None elsewhere.
+        is_drafter: Whether this is a draft model, all of whose layers use one page table.
+        head: The draft head that this is, of a model of ``config``; None for a model.
     """
 
     config: ModelConfig
@@ -95,6 +88,11 @@ class ShardedModel:
     truncation: Truncation | None = None
     counts_expert_tokens: bool = False
     stage: StageLayers | None = None
+    aux_layers: tuple[int, ...] | None = None
+    num_drafts: int = 0
+    drafter: "Drafter | None" = None
+    is_drafter: bool = False
+    head: HeadSource | None = None
 
     @property
     def is_first(self) -> bool:
@@ -149,8 +147,10 @@ class ShardedModel:
     @functools.cached_property
     def abstract_model(self) -> AbstractModel:
         """The module without weights; every step is traced from it."""
-        scope = Scope(parallel=self.parallel, policy=self.policy)
-        return abstract_model(self.config, scope, lambda axes: self.layout.sharding(self.mesh, *axes), self.stage)
+        what = Scope(parallel=self.parallel, policy=self.policy), lambda axes: self.layout.sharding(self.mesh, *axes)
+        if self.head is not None:
+            return self.head.abstract(*what)
+        return abstract_model(self.config, *what, self.stage, self.aux_layers is not None)
 
     def whole_model(self) -> AbstractModel:
         """Return the whole model's module without weights, as if this stage's devices had all layers."""
@@ -171,7 +171,10 @@ class ShardedModel:
     @functools.cached_property
     def kv_layout(self) -> KVLayout:
         """Pools and page tables; pools of one kind are stacked in one array if the kernel supports it."""
-        layout = lay_out_kv(self.abstract_model.kv_specs, self.max_model_len, self.layers)
+        specs = self.abstract_model.kv_specs
+        if self.is_drafter:
+            specs = [spec._replace(window=None) for spec in specs]
+        layout = lay_out_kv(specs, self.max_model_len, self.layers)
         return layout.stacked(self.pool_pages) if self.kernel.stacks_pools else layout
 
     @property
@@ -194,6 +197,19 @@ class ShardedModel:
         """Shapes and shardings of the packed parameters."""
         return self.packing.structs(tuple(self.abstract_model.params.values()))
 
+    @property
+    def program_params(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes and shardings of the parameters that programs are given: the packed ones, then the drafter's."""
+        own = self.abstract_params
+        return own if self.drafter is None else (*own, *self.drafter.sharded.abstract_params)
+
+    def placed(self, mesh: Mesh, num_pages: int) -> "ShardedModel":
+        """Return the same model on another mesh, with another number of pages."""
+        drafter = self.drafter
+        if drafter is not None:
+            drafter = drafter._replace(sharded=drafter.sharded.placed(mesh, num_pages))
+        return dataclasses.replace(self, mesh=mesh, num_pages=num_pages, drafter=drafter)
+
     def for_shape(self, shape: BatchShape) -> "ShardedModel":
         """Return the model that runs steps of a batch shape: this one, or for few tokens one with the same parameters
         whose devices have all rows of hidden states.
@@ -204,15 +220,20 @@ class ShardedModel:
         is_split = self.row_tile is not None or (
             shape.num_tokens % size == 0 and shape.num_tokens >= _FEWEST_SPLIT_TOKENS * size
         )
-        return self if size == 1 or is_split else self._with_whole_rows
+        return self if size == 1 or is_split else self.with_whole_rows
 
     @functools.cached_property
-    def _with_whole_rows(self) -> "ShardedModel":
+    def with_whole_rows(self) -> "ShardedModel":
+        """The same model with the same parameters, whose devices have all rows of hidden states."""
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout, residual="replicated"))
 
     def model(self, packed: Sequence[jax.Array]) -> CausalLM:
         """Return the module with the given packed parameters; called inside a program."""
-        return self.abstract_model.merge(self.packing.unpack(packed))
+        return self.abstract_model.merge(self.packing.unpack(packed[: len(self.packing.groups)]))
+
+    def draft_head(self, packed: Sequence[jax.Array]) -> DraftHead:
+        """Return the draft head with the given packed parameters; called inside a program."""
+        return self.abstract_model.merge_module(self.packing.unpack(packed[: len(self.packing.groups)]))
 
     def unpack(self, buffer: Int[Array, " size"], shape: BatchShape, latest: LatestTokens) -> StepBatch:
         """Return the arrays of a step; called inside a program. See ``step_batch.unpack``."""
@@ -241,21 +262,20 @@ class ShardedModel:
         sharded = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(sharded, donate_argnums=donated).trace(*arguments)
 
-    def abstract_all_pools(self) -> tuple[Any, ...]:
-        """Return shapes and shardings of the pages of all pools."""
+    def own_pools(self) -> tuple[Any, ...]:
+        """Return shapes and shardings of the pages of all pools but the drafter's."""
         return tuple(map(self.abstract_pools, self.kv_layout.pools, self.kv_layout.counts))
+
+    def abstract_all_pools(self) -> tuple[Any, ...]:
+        """Return shapes and shardings of the pages of all pools, those of the drafter last."""
+        own = self.own_pools()
+        return own if self.drafter is None else (*own, *self.drafter.sharded.own_pools())
 
     def abstract_latest(self) -> LatestTokens:
         """Return shapes and shardings of the latest tokens of all slots."""
-        return LatestTokens(*[self.rows_struct((self.num_slots,), jnp.int32)] * 2)
-
-    def abstract_input(self, num_tokens: int) -> tuple[Any, ...]:
-        """Return shape and sharding of the hidden states that this stage is given; none for one that embeds tokens."""
-        return () if self.is_first else (self.abstract_hidden(num_tokens),)
-
-    def abstract_hidden(self, num_tokens: int) -> Any:
-        """Return shape and sharding of the hidden states that one stage hands over to the next."""
-        return self.rows_struct((num_tokens, self.config.hidden_size), self.policy.activations_dtype)
+        drafts = self.rows_struct((self.num_slots, self.num_drafts), jnp.int32) if self.num_drafts else None
+        each = self.rows_struct((self.num_slots,), jnp.int32)
+        return LatestTokens(each, each, drafts)
 
     def abstract_state(self) -> StepState:
         """Return shapes and shardings of the ``StepState``."""
@@ -266,7 +286,15 @@ class ShardedModel:
             tracked_ids=self.rows_struct((num_slots, MAX_TRACKED), jnp.int32),
         )
         sums = self.rows_struct((num_slots, self.config.hidden_size), jnp.float32)
-        return StepState(self.abstract_all_pools(), self.abstract_latest(), tables, sums)
+        return StepState(self.abstract_all_pools(), self.abstract_latest(), tables, sums, self.abstract_states())
+
+    def abstract_states(self) -> HeadStates | None:
+        """Return shapes and shardings of what a draft head keeps; None without one."""
+        if self.drafter is None or self.drafter.sharded.head is None:
+            return None
+        sizes, width = (self.num_slots, self.num_pages), self.drafter.sharded.config.hidden_size
+        dtype = self.policy.activations_dtype
+        return HeadStates(*(self.rows_struct((size, width), dtype) for size in sizes))
 
     def abstract_pools(self, kind: PoolKind, count: int = 1) -> Any:
         """Return shapes and shardings of a layer's pools, or of ``count`` of each stacked in one array.
@@ -286,31 +314,38 @@ class ShardedModel:
 
     def empty_state(self) -> StepState:
         """Allocate a zero ``StepState`` on the devices."""
-        return _compile_zeros(self.abstract_state())()
+        return self.compile_empty_state()()
 
     def compile_empty_state(self) -> jax.stages.Compiled:
         """Compile ``empty_state``."""
-        return _compile_zeros(self.abstract_state())
+        abstract = self.abstract_state()
+
+        def zeros() -> StepState:
+            return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
+
+        return jax.jit(zeros, out_shardings=shardings(abstract)).lower().compile()
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters per device."""
-        return _bytes_per_device(self.abstract_params)
+        return structs_bytes(self.program_params)
 
     @property
     def largest_weight_bytes(self) -> int:
         """Bytes per device of the largest parameter of a layer, the embedding or the head."""
-        return max(map(_bytes_per_device, self.abstract_model.params.values()), default=0)
+        return max(map(structs_bytes, self.abstract_model.params.values()), default=0)
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pages per device, including those for padding."""
-        return _bytes_per_device(self.abstract_all_pools())
+        states = self.abstract_states()
+        return structs_bytes((self.abstract_all_pools(), () if states is None else states.pages))
 
     @property
     def slot_state_bytes(self) -> int:
         """Bytes of the slots' state per device, besides pages."""
-        return _bytes_per_device(self.abstract_state()._replace(pools=()))
+        _, *others, states = self.abstract_state()
+        return structs_bytes((others, states and states.slots))
 
     @property
     def num_lanes(self) -> int:
@@ -348,28 +383,17 @@ class ShardedModel:
         return jax.ShapeDtypeStruct((self.num_lanes * first, *rest), dtype, sharding=self.rows_sharding)
 
 
-def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: AttentionKernel) -> bool:
-    """Whether native kernels compute each row separately; without fused normalization, XLA computes part of it.
+class Drafter(NamedTuple):
+    """A draft model that runs after the sampler.
 
-    Mixtures of experts count as fused: what XLA computes of them is in tiles of rows.
+    Attributes:
+        sharded: The model, or the draft head, on the mesh of the one that it drafts for, and with its pages.
+        directory: Its checkpoint.
+        table: The page table of that model that it uses.
+        is_greedy: Whether drafts are its most likely tokens; else they are sampled as its requests ask for.
     """
-    return policy.linear == kernel.name == "native" and has_fused_norms
 
-
-def _compile_zeros(abstract: Any) -> jax.stages.Compiled:
-    """Compile the function without arguments that allocates zero arrays of the given shapes and shardings."""
-
-    def zeros() -> Any:
-        return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
-
-    return jax.jit(zeros, out_shardings=shardings(abstract)).lower().compile()
-
-
-def shardings(structs: Any) -> Any:
-    """Return the sharding of each array of a tree."""
-    return jax.tree.map(lambda struct: struct.sharding, structs)
-
-
-def _bytes_per_device(structs: Any) -> int:
-    leaves = jax.tree.leaves(structs)
-    return sum(bytes_per_device(leaf.shape, leaf.dtype.itemsize, leaf.sharding) for leaf in leaves)
+    sharded: ShardedModel
+    directory: Path
+    table: int
+    is_greedy: bool

@@ -15,9 +15,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxserve.device.drafting import StepTokens, step_tokens
+from jaxserve.device.handed_over import abstract_input
 from jaxserve.device.sampler_batch import SamplerShape, unpack_sampler
-from jaxserve.device.sharded_model import ShardedModel, StepState, shardings
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape, LatestTokens, sampler_part
+from jaxserve.device.step_state import StepState
 from jaxserve.device.steps import (
     PromptTokens,
     StepOutput,
@@ -27,6 +30,7 @@ from jaxserve.device.steps import (
     sample_rows,
     score_prompt,
 )
+from jaxserve.device.structs import shardings
 from jaxserve.layers.rows import ROW_TILE
 from jaxserve.sampling.logprobs import TokenLogprobs, no_logprobs
 from jaxserve.sampling.penalties import SlotTables
@@ -42,6 +46,7 @@ class ModelOutput(NamedTuple):
         prompt: The scorer's input, padded to the largest step; None in decode shapes.
         sums: See ``StepOutput``.
         expert_tokens: See ``StepOutput``.
+        step_tokens: Input of the drafter; None without one.
     """
 
     logits: Float[Array, "samples V"]
@@ -49,6 +54,7 @@ class ModelOutput(NamedTuple):
     prompt: PromptTokens | None
     sums: Float[Array, "R D"] | None
     expert_tokens: Int[Array, "layers E"] | None
+    step_tokens: StepTokens | None
 
 
 class SamplerOutput(NamedTuple):
@@ -75,11 +81,13 @@ class SplitStep:
         model: Compiled ``trace_model``.
         sampler: Compiled ``trace_sampler`` for the shape.
         scorer: Compiled ``trace_scorer``; None for a step without prompt logprobs.
+        drafts: Compiled ``trace_drafts``; None without a drafter.
     """
 
     model: jax.stages.Compiled
     sampler: jax.stages.Compiled
     scorer: jax.stages.Compiled | None
+    drafts: jax.stages.Compiled | None = None
 
     def __call__(
         self,
@@ -94,6 +102,11 @@ class SplitStep:
         sampled = self.sampler(output.logits, state.latest, state.tables, output.sampler_part, mask)
         prompt = None if self.scorer is None else self.scorer(params, output.prompt)
         state = state._replace(latest=sampled.latest, tables=sampled.tables or state.tables)
+        if self.drafts is not None:
+            pools, latest, states = self.drafts(
+                params, state.pools, state.latest, state.states, buffer, output.step_tokens
+            )
+            state = state._replace(pools=pools, latest=latest, states=states)
         return state, StepOutput(sampled.tokens, sampled.logprobs, prompt, output.sums, output.expert_tokens)
 
 
@@ -116,12 +129,12 @@ def trace_model(sharded: ShardedModel, shape: BatchShape, max_tokens: int) -> ja
         arrays: tuple[Array, ...],
         state: StepState,
         buffer: Int[Array, " size"],
-        x: Float[Array, "T D"] | None = None,
+        *given: Float[Array, "T width"],
     ) -> tuple[StepState, ModelOutput]:
         module = sharded.model(arrays)
         batch = sharded.unpack(buffer, shape, state.latest)
-        state, hidden, sums, expert_tokens = run_layers(
-            module, state, batch, attention, sharded.row_tile, sharded.split, x
+        state, hidden, sums, expert_tokens, aux = run_layers(
+            module, state, batch, attention, sharded.row_tile, sharded.split, given, sharded.aux_layers or ()
         )
         logits = module.logits(hidden[batch.sampled_tokens], batch.sampler.num_rows, sharded.layer_tile)
         prompt = None
@@ -129,13 +142,16 @@ def trace_model(sharded: ShardedModel, shape: BatchShape, max_tokens: int) -> ja
             padding = (0, max_tokens - shape.num_tokens)
             targets = jnp.pad(batch.targets, padding, constant_values=-1)
             prompt = PromptTokens(jnp.pad(hidden, (padding, (0, 0))), targets, batch.num_target_tokens[None])
-        return state, ModelOutput(logits, sampler_part(buffer, shape, batch), prompt, sums, expert_tokens)
+        seen = None if sharded.drafter is None else step_tokens(batch)
+        if seen is not None and sharded.aux_layers is not None:
+            seen = seen._replace(hidden=hidden, aux=aux)
+        return state, ModelOutput(logits, sampler_part(buffer, shape, batch), prompt, sums, expert_tokens, seen)
 
     state, buffer = sharded.abstract_state(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
     rows = sharded.rows_sharding
-    out_shardings = (shardings(state), ModelOutput._make([sharded.vocab_sharding, *[rows] * 4]))
-    given = sharded.abstract_input(shape.num_tokens)
-    return sharded.trace(model, (sharded.abstract_params, state, buffer, *given), out_shardings, donated=[1])
+    out_shardings = (shardings(state), ModelOutput._make([sharded.vocab_sharding, *[rows] * 5]))
+    given = abstract_input(sharded, shape.num_tokens)
+    return sharded.trace(model, (sharded.program_params, state, buffer, *given), out_shardings, donated=[1])
 
 
 def trace_sampler(sharded: ShardedModel, shape: SamplerShape) -> jax.stages.Traced:
@@ -207,4 +223,4 @@ def trace_scorer(sharded: ShardedModel, max_tokens: int) -> jax.stages.Traced:
     hidden = sharded.rows_struct((max_tokens, sharded.config.hidden_size), sharded.policy.activations_dtype)
     targets, count = (sharded.rows_struct((size,), jnp.int32) for size in (max_tokens, 1))
     prompt = PromptTokens(hidden, targets, count)
-    return sharded.trace(scorer, (sharded.abstract_params, prompt))
+    return sharded.trace(scorer, (sharded.program_params, prompt))

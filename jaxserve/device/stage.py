@@ -12,10 +12,12 @@ import numpy as np
 
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.compiling import Compiling, bytes_of, submit
-from jaxserve.device.sharded_model import ShardedModel, StepState
+from jaxserve.device.drafting import trace_drafts
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
 from jaxserve.device.state_updates import copy_arrays, slot_row, trace_copy_pages, trace_set_up
 from jaxserve.device.step_batch import BatchShape, LatestTokens
+from jaxserve.device.step_state import StepState
 from jaxserve.device.steps import HiddenOutput, trace_hidden, trace_step
 from jaxserve.layers.kv_layout import PoolKind
 from jaxserve.scheduling.plan import PageCopy, StepPlan
@@ -45,11 +47,14 @@ def step_keys(buckets: Buckets, platform: str, always_full: bool = False) -> lis
     return [(shape, variant) for shape in shapes for variant in (decode if shape.decode_only else ("any",))]
 
 
-def num_programs(buckets: Buckets, platform: str, always_full: bool = False, num_stages: int = 1) -> int:
-    """Return the number of programs; on CPUs it includes a sampler per ``SamplerShape`` and the scorer."""
+def num_programs(
+    buckets: Buckets, platform: str, always_full: bool = False, num_stages: int = 1, has_drafter: bool = False
+) -> int:
+    """Return the number of programs; on CPUs it includes a sampler per ``SamplerShape``, the scorer, and the drafting
+    of each step."""
     keys = step_keys(buckets, platform, always_full)
-    earlier = (num_stages - 1) * len(buckets.shapes())
-    return earlier + len(keys) + (len({shape.sampler for shape, _ in keys}) + 1 if platform == "cpu" else 0)
+    others = (num_stages - 1) * len(buckets.shapes()) + (len(keys) if has_drafter and platform == "cpu" else 0)
+    return others + len(keys) + (len({shape.sampler for shape, _ in keys}) + 1 if platform == "cpu" else 0)
 
 
 class Stage:
@@ -84,14 +89,18 @@ class Stage:
         self._steps: dict[StepKey, CompiledStep] = {}
         self._plain_steps: dict[StepKey, CompiledStep] = {}
         self._set_up: jax.stages.Compiled | None = None
-        self._copies: dict[PoolKind, jax.stages.Compiled] = {}
+        self._models = [model, *([] if model.drafter is None else [model.drafter.sharded])]
+        self._copies: dict[tuple[bool, PoolKind], jax.stages.Compiled] = {}
 
     def compile(self) -> None:
         """Trace the programs one after the other, and compile them on all cores."""
-        kinds = dict(zip(self.model.kv_layout.pools, self.model.kv_layout.counts, strict=True))
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             set_up = submit(pool, trace_set_up(self.model)) if self.model.is_last else None
-            copies = {kind: submit(pool, trace_copy_pages(self.model, kind, count)) for kind, count in kinds.items()}
+            copies = {
+                (model.is_drafter, kind): submit(pool, trace_copy_pages(model, kind, count))
+                for model in self._models
+                for kind, count in dict(zip(model.kv_layout.pools, model.kv_layout.counts, strict=True)).items()
+            }
             self._steps = self._compile_steps(pool)
             self._plain_steps = {key: _without_scorer(step) for key, step in self._steps.items()}
             self._copies = {kind: future.result() for kind, future in copies.items()}
@@ -108,9 +117,13 @@ class Stage:
         sizes = sorted({shape.sampler for shape, _ in self.keys})
         samplers = {size: submit(pool, trace_sampler(model, size)) for size in sizes}
         futures = {key: submit(pool, trace_model(model, key[0], max_tokens)) for key in self.keys}
+        drafts = {key: submit(pool, trace_drafts(model, key[0])) for key in self.keys if model.drafter is not None}
         return {
             (shape, variant): SplitStep(
-                future.result(), samplers[shape.sampler].result(), None if shape.decode_only else scorer.result()
+                future.result(),
+                samplers[shape.sampler].result(),
+                None if shape.decode_only else scorer.result(),
+                drafts[shape, variant].result() if drafts else None,
             )
             for (shape, variant), future in futures.items()
         }
@@ -175,7 +188,7 @@ class Stage:
 
     def copy_pages(self, copies: Sequence[Sequence[PageCopy]]) -> None:
         """Copy pages of each lane in all pools."""
-        programs = [self._copies[kind] for kind in self.model.kv_layout.pools]
+        programs = [self._copies[model.is_drafter, kind] for model in self._models for kind in model.kv_layout.pools]
         for pages in copy_arrays(copies, self.model.num_pages):
             pools = tuple(copy(pool, *pages) for copy, pool in zip(programs, self.state.pools, strict=True))
             self.state = self.state._replace(pools=pools)
@@ -204,5 +217,5 @@ def _temporary_bytes(step: CompiledStep) -> int:
     """Return the peak temporary memory of a step's programs, including the outputs passed between them."""
     if not isinstance(step, SplitStep):
         return sum(bytes_of(step))
-    programs = [step.model, step.sampler, *([step.scorer] if step.scorer is not None else [])]
+    programs = [each for each in (step.model, step.sampler, step.scorer, step.drafts) if each is not None]
     return bytes_of(step.model).outputs + max(bytes_of(program).temporary for program in programs)

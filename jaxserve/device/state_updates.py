@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
-from jaxserve.device.sharded_model import ShardedModel, shardings
+from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import Pools
 from jaxserve.layers.kv_layout import PoolKind
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables

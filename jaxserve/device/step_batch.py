@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -133,10 +134,36 @@ class StepBatch(NamedTuple):
 
 
 class LatestTokens(NamedTuple):
-    """Latest token of each slot and its position, where the slot's next row starts."""
+    """Latest token of each slot, its position, where the slot's next row starts, and the drafts that follow it."""
 
     token_ids: Int[Array, " slots"]
     positions: Int[Array, " slots"]
+    drafts: Int[Array, "slots drafts"] | None = None
+
+
+class TokenPlaces(NamedTuple):
+    """Where the entries of tokens are.
+
+    Attributes:
+        rows: Row of each token that this device writes; out of range for others.
+        pages: Index of its page in the row's page table.
+        offsets: Its index in the page, on the device that has it.
+    """
+
+    rows: Int[Array, " T"]
+    pages: Int[Array, " T"]
+    offsets: Int[Array, " T"]
+
+
+def token_places(
+    positions: Int[Array, " T"], rows: Int[Array, " T"], num_rows: int, page_size: int, tokens_axis: str | None
+) -> TokenPlaces:
+    """Return where the entries of tokens are, inside a program; the arguments are those of ``unpack``."""
+    offsets = positions % page_size
+    if tokens_axis is not None:
+        part = Part(axis_index(tokens_axis), axis_size(tokens_axis))
+        offsets, rows = offsets // part.num_devices, jnp.where(part.holds(positions), rows, num_rows)
+    return TokenPlaces(rows, positions // page_size, offsets)
 
 
 def unpack(
@@ -162,20 +189,20 @@ def unpack(
     """
     arrays = unpack_arrays(buffer, shape.fields)
     lens, rows, tokens = arrays["query_lens"], arrays["token_rows"], arrays["tokens"]
-    latest = LatestTokens(*(values.at[arrays["slots"]].get(mode="clip") for values in latest))
+    latest = jax.tree.map(lambda values: values.at[arrays["slots"]].get(mode="clip"), latest)
     starts = jnp.where(arrays["starts"] < 0, latest.positions, arrays["starts"])
     token = jnp.where(rows < shape.num_rows, jnp.arange(shape.num_tokens, dtype=jnp.int32), 0)
     positions = _of_rows(starts - arrays["query_starts"], rows) + token
-    offsets, written_rows = positions % page_size, rows
-    if tokens_axis is not None:
-        part = Part(axis_index(tokens_axis), axis_size(tokens_axis))
-        offsets, written_rows = offsets // part.num_devices, jnp.where(part.holds(positions), rows, shape.num_rows)
+    places = token_places(positions, rows, shape.num_rows, page_size, tokens_axis)
+    written_rows = places.rows
     arrays |= {
-        "tokens": jnp.where(tokens < 0, _of_rows(latest.token_ids, rows), tokens),
+        "tokens": jnp.where(
+            tokens < 0, _latest_of_rows(latest, rows, token - _of_rows(arrays["query_starts"], rows)), tokens
+        ),
         "positions": positions,
         "lengths": _of_rows(arrays["row_limits"], rows),
-        "token_pages": positions // page_size,
-        "token_offsets": offsets,
+        "token_pages": places.pages,
+        "token_offsets": places.offsets,
         "context_lens": starts + lens,
         "next_positions": starts + lens,
         "row_starts": arrays["query_starts"],
@@ -186,14 +213,22 @@ def unpack(
             "followed": arrays["tokens"].at[arrays["sampled_tokens"]].get(mode="clip"),
         }
     if splits_rows and shape.has_drafts:
-        arrays |= _row_of_each_token(arrays, rows < shape.num_rows)
+        arrays |= row_of_each_token(arrays, rows < shape.num_rows)
         written_rows = jnp.where(written_rows < shape.num_rows, arrays["query_starts"], shape.num_tokens)
     attention = tuple(_of_table(arrays, table, written_rows, num_pages + 1) for table in range(shape.num_tables))
     others = {name: arrays[name] for name in StepBatch._fields if name in arrays}
     return StepBatch(attention=attention, sampler=make_sampler_batch(arrays, shape.sampler), **others)
 
 
-def _row_of_each_token(arrays: Mapping[str, Array], is_used: Bool[Array, " T"]) -> dict[str, Array]:
+def _latest_of_rows(latest: LatestTokens, rows: Int[Array, " T"], index: Int[Array, " T"]) -> Int[Array, " T"]:
+    """Return the latest token of each token's row, or the draft at the token's index in the row."""
+    if latest.drafts is None:
+        return _of_rows(latest.token_ids, rows)
+    tokens = jnp.column_stack([latest.token_ids, latest.drafts])
+    return tokens.at[rows, jnp.minimum(index, tokens.shape[1] - 1)].get(mode="fill", fill_value=0)
+
+
+def row_of_each_token(arrays: Mapping[str, Array], is_used: Bool[Array, " T"]) -> dict[str, Array]:
     """Return the inputs of attention with a row for each query token, as in a decode step without drafts."""
     lens = is_used.astype(jnp.int32)
     return {

@@ -3,21 +3,26 @@
 ``trace_step`` compiles it to one program, for accelerators; ``jaxserve.device.split_steps`` splits it for CPUs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxserve.device.drafting import draft, step_tokens
+from jaxserve.device.handed_over import abstract_input
 from jaxserve.device.sampler_batch import SamplerBatch
-from jaxserve.device.sharded_model import ShardedModel, StepState, shardings
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch
+from jaxserve.device.step_state import StepState
+from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import AttentionSettings, Pools
 from jaxserve.layers.attention_chunks import chunks_of
 from jaxserve.layers.row_sums import add_tokens
 from jaxserve.layers.rows import map_rows
 from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.layer_stack import side_by_side
 from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxserve.sampling.penalties import SlotTables, counted
 from jaxserve.sampling.sampler import NO_TOKEN, SamplerSettings, sample
@@ -64,27 +69,36 @@ def trace_step(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.st
     """Trace the step of a batch shape and sampler variant (one of ``sampler.VARIANTS``, or ``any``) as one program.
 
     The traced function maps (packed parameters, ``StepState``, buffer, vocabulary mask) to (``StepState``,
-    ``StepOutput``) and donates the state. After other stages, it also has their hidden states as an argument.
+    ``StepOutput``) and donates the state. After other stages, ``abstract_input`` are further arguments.
     """
     sharded = sharded.for_shape(shape)
     attention = attention_settings(sharded, shape)
-    settings = StepSettings(attention, sharded.sampler, variant, shape.scores_prompt, sharded.row_tile)
+    settings = StepSettings(
+        attention, sharded.sampler, variant, shape.scores_prompt, sharded.row_tile, sharded.aux_layers or ()
+    )
 
     def step(
         arrays: tuple[Array, ...],
         state: StepState,
         buffer: Int[Array, " size"],
         mask: Int[Array, "samples words"],
-        x: Float[Array, "T D"] | None = None,
+        *given: Float[Array, "T width"],
     ) -> tuple[StepState, StepOutput]:
         batch = sharded.unpack(buffer, shape, state.latest)
-        return run_step(sharded.model(arrays), state, batch, mask, settings, x)
+        layers, output = run_step(sharded.model(arrays), state, batch, mask, settings, given)
+        state = layers.state
+        if sharded.drafter is not None:
+            seen = step_tokens(batch)._replace(hidden=layers.hidden, aux=layers.aux)
+            kept = state.latest, state.states
+            pools, latest, states = draft(sharded, arrays, state.pools, *kept, buffer, seen, shape, variant)
+            state = state._replace(pools=pools, latest=latest, states=states)
+        return state, output
 
     state, buffer = sharded.abstract_state(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
     mask = sharded.rows_struct(sharded.mask_shape(shape.sampler.num_samples), jnp.int32)
     out_shardings = (shardings(state), sharded.rows_sharding)
-    given = sharded.abstract_input(shape.num_tokens)
-    return sharded.trace(step, (sharded.abstract_params, state, buffer, mask, *given), out_shardings, donated=[1])
+    given = abstract_input(sharded, shape.num_tokens)
+    return sharded.trace(step, (sharded.program_params, state, buffer, mask, *given), out_shardings, donated=[1])
 
 
 class HiddenOutput(NamedTuple):
@@ -93,17 +107,19 @@ class HiddenOutput(NamedTuple):
     Attributes:
         hidden: Hidden state of each query token after the stage's last layer.
         expert_tokens: Tokens routed to each expert of each of its layers with experts; None unless they are counted.
+        aux: Inputs of the layers so far that a draft head reads, side by side; None if it reads none of them.
     """
 
     hidden: Float[Array, "T D"]
     expert_tokens: Int[Array, "layers E"] | None
+    aux: Float[Array, "T aux"] | None
 
 
 def trace_hidden(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
     """Trace a stage that is not the last, for the steps of a batch shape.
 
-    The traced function maps (packed parameters, pools, ``LatestTokens``, buffer, hidden states) to (pools,
-    ``HiddenOutput``) and donates the pools. The first stage has no hidden states among its arguments.
+    The traced function maps (packed parameters, pools, ``LatestTokens``, buffer, ``abstract_input``) to (pools,
+    ``HiddenOutput``) and donates the pools. The first stage is given no hidden states.
     """
     sharded = sharded.for_shape(shape)
     attention = attention_settings(sharded, shape)
@@ -113,15 +129,16 @@ def trace_hidden(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
         pools: tuple[Pools, ...],
         latest: LatestTokens,
         buffer: Int[Array, " size"],
-        hidden: Float[Array, "T D"] | None = None,
+        x: Float[Array, "T D"] | None = None,
+        aux: Float[Array, "T aux"] | None = None,
     ) -> tuple[tuple[Pools, ...], HiddenOutput]:
         batch = sharded.unpack(buffer, shape, latest)
-        x, written, expert_tokens = sharded.model(arrays).hidden(batch, pools, attention, hidden)
-        return tuple(written), HiddenOutput(x, expert_tokens)
+        found = sharded.model(arrays).hidden(batch, pools, attention, x, sharded.aux_layers or ())
+        return tuple(found.pools), HiddenOutput(found.x, found.expert_tokens, side_by_side(aux, found.aux))
 
     pools, buffer = sharded.abstract_all_pools(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
-    given = sharded.abstract_input(shape.num_tokens)
-    arguments = (sharded.abstract_params, pools, sharded.abstract_latest(), buffer, *given)
+    given = abstract_input(sharded, shape.num_tokens)
+    arguments = (sharded.program_params, pools, sharded.abstract_latest(), buffer, *given)
     return sharded.trace(stage, arguments, (shardings(pools), sharded.rows_sharding), donated=[1])
 
 
@@ -152,6 +169,7 @@ class StepSettings(NamedTuple):
         variant: Sampler variant; ``any`` selects it at run time.
         scores_prompt: Whether the step computes prompt logprobs.
         row_tile: See ``ShardedModel.row_tile``.
+        aux_layers: See ``ShardedModel.aux_layers``.
     """
 
     attention: AttentionSettings
@@ -159,6 +177,7 @@ class StepSettings(NamedTuple):
     variant: str
     scores_prompt: bool
     row_tile: int | None
+    aux_layers: tuple[int, ...] = ()
 
 
 def run_step(
@@ -167,18 +186,20 @@ def run_step(
     batch: StepBatch,
     mask: Int[Array, "samples words"],
     settings: StepSettings,
-    x: Float[Array, "T D"] | None = None,
-) -> tuple[StepState, StepOutput]:
+    given: Sequence[Float[Array, "T width"]] = (),
+) -> "tuple[LayersOutput, StepOutput]":
     """Run a step on one device of the mesh: embedding, layers, head, sampler, slot updates.
 
-    After other stages, ``x`` is their hidden states, and there is no embedding.
+    After other stages, ``given`` is what they hand over, and there is no embedding.
+
+    Returns:
+        The state with the sampled tokens, with the hidden states; the outputs.
     """
-    split = settings.sampler.split
-    state, hidden, sums, expert_tokens = run_layers(
-        model, state, batch, settings.attention, settings.row_tile, split, x
-    )
-    variant = batch.sampler.variant if settings.variant == "any" else settings.variant
-    rows, tile = hidden[batch.sampled_tokens], settings.row_tile
+    split, tile = settings.sampler.split, settings.row_tile
+    layers = run_layers(model, state, batch, settings.attention, tile, split, given, settings.aux_layers)
+    state, hidden, variant = layers.state, layers.hidden, settings.variant
+    variant = batch.sampler.variant if variant == "any" else variant
+    rows = hidden[batch.sampled_tokens]
     tokens, logprobs = sample_rows(
         model.logits, rows, mask, state.tables, batch.sampler, variant, settings.sampler, tile
     )
@@ -187,8 +208,8 @@ def run_step(
         tokens_to_score = PromptTokens(hidden, batch.targets, batch.num_target_tokens[None])
         prompt = score_prompt(model, tokens_to_score, settings.sampler, tile)
     latest, tables, tokens = keep_tokens(state.latest, state.tables, batch.sampler, tokens, split)
-    output = StepOutput(tokens, logprobs, prompt, sums, expert_tokens)
-    return state._replace(latest=latest, tables=tables), output
+    output = StepOutput(tokens, logprobs, prompt, layers.sums, layers.expert_tokens)
+    return layers._replace(state=state._replace(latest=latest, tables=tables)), output
 
 
 class LayersOutput(NamedTuple):
@@ -199,12 +220,14 @@ class LayersOutput(NamedTuple):
         hidden: Hidden state of each query token, before the final normalization.
         sums: See ``StepOutput``.
         expert_tokens: See ``StepOutput``.
+        aux: See ``HiddenOutput``.
     """
 
     state: StepState
     hidden: Float[Array, "T D"]
     sums: Float[Array, "R D"] | None
     expert_tokens: Int[Array, "layers E"] | None
+    aux: Float[Array, "T aux"] | None
 
 
 def run_layers(
@@ -214,19 +237,22 @@ def run_layers(
     settings: AttentionSettings,
     row_tile: int | None,
     split: VocabSplit,
-    x: Float[Array, "T D"] | None = None,
+    given: Sequence[Float[Array, "T width"]] = (),
+    aux_layers: tuple[int, ...] = (),
 ) -> LayersOutput:
     """Run embedding and layers on one device of the mesh; pool hidden states ``row_tile`` tokens at a time.
 
-    After other stages, ``x`` is their hidden states, and there is no embedding.
+    After other stages, ``given`` is what they hand over, and there is no embedding.
     """
+    x, aux, *_ = (*given, None, None)
     first = batch.tokens.at[batch.row_starts].get(mode="clip")
     tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first, split))
-    hidden, pools, expert_tokens = model.hidden(batch, state.pools, settings, x)
+    hidden, pools, expert_tokens, own_aux = model.hidden(batch, state.pools, settings, x, aux_layers)
     kept, sums = state.sums, None
     if len(batch.pooled_from):
         kept, sums = _pool_hidden(model, hidden, kept, batch, row_tile)
-    return LayersOutput(StepState(tuple(pools), state.latest, tables, kept), hidden, sums, expert_tokens)
+    state = state._replace(pools=tuple(pools), tables=tables, sums=kept)
+    return LayersOutput(state, hidden, sums, expert_tokens, side_by_side(aux, own_aux))
 
 
 def sample_rows(
@@ -269,8 +295,10 @@ def keep_tokens(
         tables = tables._replace(token_counts=counted(tables.token_counts, before_latest, tokens, split))
         slots = jnp.where(kept.is_latest, slots, NOWHERE)
         tokens = jnp.where(kept.is_kept, tokens, NO_TOKEN)
-    new = LatestTokens(jnp.maximum(tokens, 0), batch.inputs.positions)
-    latest = jax.tree.map(lambda old, set_to: old.at[slots].set(set_to, mode="drop"), latest, new)
+    latest = latest._replace(
+        token_ids=latest.token_ids.at[slots].set(jnp.maximum(tokens, 0), mode="drop"),
+        positions=latest.positions.at[slots].set(batch.inputs.positions, mode="drop"),
+    )
     return KeptState(latest, tables, tokens)
 
 

@@ -17,11 +17,12 @@ from jaxserve.api.errors import MemoryPlanError, RequestError
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.compiling import use_compilation_cache
+from jaxserve.device.drafter_choice import check_drafter
 from jaxserve.device.memory import STEPS_IN_FLIGHT, MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
-from jaxserve.device.sharded_model import StepState
 from jaxserve.device.stage import Stage, num_programs
+from jaxserve.device.step_state import StepState
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.expert_load import ExpertLoad
@@ -110,6 +111,9 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     check_vocabulary(tokenizer, plan.config.vocab_size)
     parsers = chosen_parsers(config, plan.config.architecture, tokenizer)
     check_weights(plan.directory, plan.models[0].whole_model(), plan.load_format)
+    drafter = plan.models[-1].drafter
+    if drafter is not None:
+        check_drafter(drafter, plan.models[0].whole_model(), plan.load_format)
     use_compilation_cache(config.compilation_cache_dir, plan.models[0].mesh.devices.flat[0])
     log_choices(plan)
     if AUTO in (config.tool_call_parser, config.reasoning_parser):
@@ -149,8 +153,18 @@ def make_replicas(config: EngineConfig, plan: EnginePlan, runners: Iterable[Runn
     sharded = plan.models[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     drafts, admits_whole = config.num_speculative_tokens, config.enable_chunked_prefill is False
-    most_samples, adapts = plan.buckets.max_step_samples, config.adapts_drafts
-    limits = SchedulerLimits(*sizes, drafts, plan.needs.windows, plan.num_stages, admits_whole, most_samples, adapts)
+    most_samples, has_head = plan.buckets.max_step_samples, plan.models[-1].aux_layers is not None
+    limits = SchedulerLimits(
+        *sizes,
+        drafts,
+        plan.needs.windows,
+        plan.num_stages,
+        admits_whole,
+        most_samples,
+        config.num_device_drafts,
+        not has_head,
+        config.adapts_drafts,
+    )
     depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
     replicas, speculation = list[Replica](), config.speculative_config
     pages, keeps = (sharded.num_pages, sharded.page_size), config.enable_prefix_caching
@@ -282,7 +296,9 @@ def log_choices(plan: EnginePlan) -> None:
         sharded.layout.name,
         sharded.kernel.name,
         sharded.page_size,
-        num_programs(plan.buckets, device.platform, sharded.is_always_full, plan.num_stages),
+        num_programs(
+            plan.buckets, device.platform, sharded.is_always_full, plan.num_stages, plan.models[-1].drafter is not None
+        ),
     )
     if plan.num_stages > 1:
         layers = (f"{sharded.stage.first} to {sharded.stage.stop - 1}" for sharded in plan.replicas[0] if sharded.stage)

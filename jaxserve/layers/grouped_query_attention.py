@@ -62,6 +62,7 @@ class GroupedQueryAttention(Attention):
         has_value_norm: Whether values are normalized over each head too, without a weight (Gemma 4).
         reads: Index of the layer whose keys and values it reads, having none of its own; None for its own.
         gate: Gates of the attention output; None for none.
+        input_size: Number of input features; None: ``hidden_size``.
         paired_dim: Features of a head that rotate in pairs (2 i, 2 i + 1) in checkpoints; they are stored with the even
             ones first, so that they rotate as all others do, (i, i + half). 0: they are in this order.
         options: Further options of ``Attention``.
@@ -92,6 +93,7 @@ class GroupedQueryAttention(Attention):
         reads: int | None = None,
         gate: OutputGate | None = None,
         paired_dim: int = 0,
+        input_size: int | None = None,
         **options: Any,
     ):
         super().__init__(num_heads, num_kv_heads, head_dim, scope=scope, **options)
@@ -105,7 +107,7 @@ class GroupedQueryAttention(Attention):
         rows[1:] = [each._replace(is_whole=self.kv_axis != self.mesh_axis) for each in rows[1:]]
         rows = rows if reads is None else rows[:1]
         self.qkv = ColumnParallelLinear(
-            hidden_size,
+            input_size or hidden_size,
             rows,
             outer_axis="q_heads",
             mesh_axis=self.mesh_axis,

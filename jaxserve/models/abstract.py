@@ -17,6 +17,7 @@ from jaxserve.layers.parallel import Parallel, Scope
 from jaxserve.layers.params import Split
 from jaxserve.layers.storage import Weight, load_method
 from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.models.registry import build_model
 from jaxserve.models.stages import StageLayers
 
@@ -64,7 +65,7 @@ class LogicalParam(NamedTuple):
 
 
 class AbstractModel(NamedTuple):
-    """A module without values: a whole model, or one of its pipeline stages.
+    """A module without values: a whole model, one of its pipeline stages, or a draft head.
 
     Attributes:
         graphdef: Structure of the module.
@@ -89,7 +90,11 @@ class AbstractModel(NamedTuple):
     has_fused_norms: bool
 
     def merge(self, arrays: Any) -> CausalLM:
-        """Return the module with these arrays, given in the order of ``params``."""
+        """Return the model with these arrays, given in the order of ``params``."""
+        return self.merge_module(arrays)
+
+    def merge_module(self, arrays: Any) -> Any:
+        """Return the module, of any class, with these arrays."""
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, arrays))
 
     @property
@@ -117,24 +122,30 @@ class AbstractModel(NamedTuple):
         return {path: recipe.renamed(lambda name: best.get(name, name)) for path, recipe in self.recipes.items()}
 
 
-def _names(whole: CausalLM, logical: Mapping[str, LogicalParam]) -> tuple[Mapping[str, str], ...]:
-    """Return the names that tensors have in each form of checkpoints, where they differ from the recipes'.
+def _forms(module: CausalLM | DraftHead, logical: Mapping[str, LogicalParam]) -> list[Mapping[str, str]]:
+    """Return the names that tensors have in each form of checkpoints, where they differ from the recipes'."""
+    sources = [name for param in logical.values() for name, _ in param.recipe.sources]
+    named = {source: module.names_of(source) for source in sources}
+    return [
+        {source: names[form] for source, names in named.items() if names[form] != source}
+        for form in range(len(module.names_of("")))
+    ]
+
+
+def _names(whole: CausalLM, logical: Mapping[str, LogicalParam]) -> list[Mapping[str, str]]:
+    """Return the same for a model.
 
     A checkpoint whose head is the embedding may have the shared tensor under the head's name.
     """
-    sources = [name for param in logical.values() for name, _ in param.recipe.sources]
-    named = {source: whole.names_of(source) for source in sources}
-    num_forms = len(whole.names_of(""))
-    forms = [
-        {source: names[form] for source, names in named.items() if names[form] != source} for form in range(num_forms)
-    ]
+    forms = _forms(whole, logical)
+    num_forms = len(forms)
     if whole.head is None and whole.config.has_head:
         assert whole.embed is not None
         recipe: TensorRecipe = whole.embed.weight.get_metadata()["recipe"]
         ((embedding, _),) = recipe.sources
         heads = [whole.names_of(head) for head in whole.head_names]
         forms += [{**forms[index], embedding: names[index]} for names in heads for index in range(num_forms)]
-    return tuple(forms)
+    return forms
 
 
 @functools.lru_cache(maxsize=8)
@@ -144,10 +155,20 @@ def outline(config: ModelConfig, scope: Scope) -> CausalLM:
 
 
 def abstract_model(
-    config: ModelConfig, scope: Scope, sharding: ShardingOf, stage: StageLayers | None = None
+    config: ModelConfig,
+    scope: Scope,
+    sharding: ShardingOf,
+    stage: StageLayers | None = None,
+    drafts: bool = False,
 ) -> AbstractModel:
-    """Return a model or one of its stages without values; ``sharding`` returns an array's sharding from its logical
-    axes.
+    """Return a model or one of its stages without values.
+
+    Args:
+        config: The model.
+        scope: Its scope.
+        sharding: Returns an array's sharding from its logical axes.
+        stage: The stage; None for the whole model.
+        drafts: Whether its last stage drafts; see ``CausalLM.keep_stage``.
 
     Raises:
         ConfigError: The model cannot be split over that many devices.
@@ -156,7 +177,26 @@ def abstract_model(
     whole = outline(config, scope)
     module = nnx.clone(whole)
     if stage is not None:
-        module.keep_stage(stage)
+        module.keep_stage(stage, drafts)
+    return _abstract(module, whole, scope, sharding)
+
+
+def abstract_head(build: Callable[[Scope], DraftHead], scope: Scope, sharding: ShardingOf) -> AbstractModel:
+    """Return a draft head without values; ``build`` builds it in a scope. Its weights are split as the target's.
+
+    Raises:
+        ConfigError: It cannot be split over that many devices.
+    """
+    whole = dataclasses.replace(scope, parallel=dataclasses.replace(scope.parallel, size=1, expert_size=1))
+    _check_splits(_splits(nnx.eval_shape(lambda: build(whole))), scope.parallel, "the draft head")
+    head = nnx.eval_shape(lambda: build(scope))
+    return _abstract(head, head, scope, sharding)
+
+
+def _abstract(
+    module: CausalLM | DraftHead, whole: CausalLM | DraftHead, scope: Scope, sharding: ShardingOf
+) -> AbstractModel:
+    """Return a module without values, which is part of ``whole``."""
     params: dict[str, jax.ShapeDtypeStruct] = {}
     logical: dict[str, LogicalParam] = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -176,7 +216,7 @@ def abstract_model(
         params,
         logical,
         module.ignored,
-        _names(whole, logical),
+        tuple(_names(whole, logical) if isinstance(whole, CausalLM) else _forms(whole, logical)),
         whole.kv_specs,
         max(_width(layer, scope.parallel) for layer in cast(Iterable[nnx.Module], module.layers)),
         whole.has_fused_norms,
@@ -185,22 +225,27 @@ def abstract_model(
 
 def check_tensor_size(config: ModelConfig, parallel: Parallel) -> None:
     """Raise ConfigError, listing the valid sizes, unless the model can be split as ``parallel`` says."""
+    whole = dataclasses.replace(parallel, size=1, expert_size=1)
+    _check_splits(_splits(outline(config, Scope(parallel=whole))), parallel, config.architecture)
+
+
+def _check_splits(splits: Sequence[Split], parallel: Parallel, name_of_model: str) -> None:
+    """Raise ConfigError, listing the valid sizes, unless devices can share units as ``parallel`` says."""
     sizes = {"tensor_parallel_size": parallel.size, "expert_parallel_size": parallel.expert_size}
     for is_experts, (name, size) in enumerate(sizes.items()):
-        splits = [] if size == 1 else [split for split in _splits(config, parallel) if split.is_experts == is_experts]
-        if not all(split.fits(size) for split in splits):
-            texts = [*dict.fromkeys(split.text for split in splits)]
+        found = [] if size == 1 else [split for split in splits if split.is_experts == is_experts]
+        if not all(split.fits(size) for split in found):
+            texts = [*dict.fromkeys(split.text for split in found)]
             divided = " and ".join(part for part in (", ".join(texts[:-1]), texts[-1]) if part)
-            fitting = (n for n in range(1, _MAX_TENSOR_SIZE + 1) if all(split.fits(n) for split in splits))
+            fitting = (n for n in range(1, _MAX_TENSOR_SIZE + 1) if all(split.fits(n) for split in found))
             valid = ", ".join(map(str, fitting))
-            raise ConfigError(f"{name}={size} does not divide {divided} of {config.architecture}; valid sizes: {valid}")
+            raise ConfigError(f"{name}={size} does not divide {divided} of {name_of_model}; valid sizes: {valid}")
 
 
-def _splits(config: ModelConfig, parallel: Parallel) -> list[Split]:
-    """Return the divisibility requirements of the layers, in their order."""
-    whole = dataclasses.replace(parallel, size=1, expert_size=1)
-    modules = nnx.iter_modules(outline(config, Scope(parallel=whole)))
-    return list(dict.fromkeys(split for _, module in modules for split in getattr(module, "splits", ())))
+def _splits(module: nnx.Module) -> list[Split]:
+    """Return the divisibility requirements of a module's layers, in their order."""
+    modules = nnx.iter_modules(module)
+    return list(dict.fromkeys(split for _, each in modules for split in getattr(each, "splits", ())))
 
 
 def _arrays(name: str, variable: nnx.Variable[Any], sharding: ShardingOf) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,6 +1,5 @@
 """The decoder-only language model that every family builds from its layers."""
 
-import functools
 import math
 import re
 from collections.abc import Sequence
@@ -10,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, choose_attention
 from jaxserve.layers.attention_chunks import chunks_of, rows_in_chunks
-from jaxserve.layers.decoder import DecoderLayer, LayerOutput
+from jaxserve.layers.decoder import DecoderLayer
 from jaxserve.layers.embedding import PerLayerEmbedding, PositionEmbedding, VocabEmbedding
 from jaxserve.layers.kv_layout import KVIndices, KVSpec
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
@@ -22,6 +21,7 @@ from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.residual import own_rows, whole_rows
 from jaxserve.layers.rope import rope_cos_sin
 from jaxserve.layers.rows import map_rows
+from jaxserve.models.layer_stack import HiddenStates, run_layers
 from jaxserve.models.stages import StageLayers
 from pallas_kernels import AttentionBatch
 from pallas_kernels.qkv_write import Rotation
@@ -62,20 +62,6 @@ class TokenBatch(NamedTuple):
     positions: Int[Array, " T"]
     lengths: Int[Array, " T"]
     attention: tuple[AttentionBatch, ...]
-
-
-class HiddenStates(NamedTuple):
-    """Outputs of a model's layers.
-
-    Attributes:
-        x: Hidden state of each token, before the head's norm; after some of the layers, those that a device has.
-        pools: Pools of the whole model, with the step's keys and values.
-        expert_tokens: Tokens routed to each expert of each layer that has experts; None if they are not counted.
-    """
-
-    x: Float[Array, "rows D"]
-    pools: list[Pools]
-    expert_tokens: Int[Array, "layers E"] | None
 
 
 class CausalLM(nnx.Module):
@@ -138,11 +124,16 @@ class CausalLM(nnx.Module):
         self.first_layer = 0
         self.residual_axis = embed.residual_axis
 
-    def keep_stage(self, stage: StageLayers) -> None:
+    def keep_stage(self, stage: StageLayers, drafts: bool = False) -> None:
         """Drop all modules that are not part of a pipeline stage.
 
-        A head that uses the embedding keeps a copy of it, so that the first and the last stage have one each. Where
-        each layer has embeddings of its own, which depend on the token's, all stages keep all.
+        A head that uses the embedding keeps a copy of it, so that the first and the last stage have one each; so does
+        the last stage if it drafts with a head that embeds tokens. Where each layer has embeddings of its own, which
+        depend on the token's, all stages keep all.
+
+        Args:
+            stage: The stage.
+            drafts: Whether its last stage drafts.
         """
         self.layers = nnx.List[Any]([*self.layers][stage.first : stage.stop])
         self.first_layer = stage.first
@@ -150,7 +141,8 @@ class CausalLM(nnx.Module):
             self.norm = self.head = None
         if not stage.is_first:
             self.position_embed = self.embed_norm = None
-            if self.per_layer is None and (self.head is not None or not stage.is_last):
+            keeps = stage.is_last and (drafts or self.head is None)
+            if self.per_layer is None and not keeps:
                 self.embed = None
 
     def names_of(self, tensor: str) -> tuple[str, ...]:
@@ -191,6 +183,7 @@ class CausalLM(nnx.Module):
         pools: Sequence[Pools],
         settings: AttentionSettings,
         x: Float[Array, "T D"] | None = None,
+        aux_layers: Sequence[int] = (),
     ) -> HiddenStates:
         """Compute hidden states before the head's norm, and the pools with the step's keys and values.
 
@@ -199,11 +192,13 @@ class CausalLM(nnx.Module):
             pools: Key and value pages; see ``AttentionSettings.layer_indices``.
             settings: Settings fixed at compile time.
             x: Hidden states that the stage before computed; None: embed the tokens.
+            aux_layers: Layers whose inputs are returned too, if this stage has them.
         """
         own = None if x is None else own_rows(x, self.residual_axis, settings.row_tile)
         embedded, inputs = self.embedded(batch, settings, own)
-        found = self.through(embedded, pools, inputs, settings)
-        return found._replace(x=whole_rows(found.x, self.residual_axis, settings.row_tile))
+        found = self.through(embedded, pools, inputs, settings, aux_layers)
+        x, aux = whole_rows(found.x, self.residual_axis, settings.row_tile), found.aux
+        return found._replace(x=x, aux=None if aux is None else whole_rows(aux, self.residual_axis, settings.row_tile))
 
     def embedded(
         self, batch: Batch, settings: AttentionSettings, x: Float[Array, "rows D"] | None = None
@@ -237,6 +232,7 @@ class CausalLM(nnx.Module):
         pools: Sequence[Pools],
         inputs: Sequence[AttentionInputs],
         settings: AttentionSettings,
+        aux_layers: Sequence[int] = (),
     ) -> HiddenStates:
         """Compute hidden states after the layers, and all pools with the keys and values that these write.
 
@@ -247,19 +243,11 @@ class CausalLM(nnx.Module):
             pools: Pools of the whole model.
             inputs: Inputs shared by the layers of each page table.
             settings: Settings fixed at compile time.
+            aux_layers: As in :meth:`hidden`.
         """
-        written, expert_tokens, selected = list(pools), [], None
-        for index in range(len(self.layers)):
-            pool, table, first_page = settings.layer_indices[index] if settings.layer_indices else KVIndices(index, 0)
-            batch = inputs[table].batch._replace(first_page=jnp.int32(first_page))
-            own = inputs[table]._replace(batch=batch, selected=selected)
-            if own.layer_input is not None:
-                own = own._replace(layer_input=own.layer_input[:, self.first_layer + index])
-            layer = nnx.split(self.layers[index])
-            x, written[pool], counts, selected = _run_layer(*layer, x, written[pool], own, settings)
-            if counts is not None:
-                expert_tokens.append(counts)
-        return HiddenStates(x, written, jnp.stack(expert_tokens) if expert_tokens else None)
+        layers = cast(Sequence[DecoderLayer], self.layers)
+        options: dict[str, Any] = {"first_layer": self.first_layer, "aux_layers": aux_layers}
+        return run_layers(layers, x, pools, inputs, settings, **options)
 
     def logits(
         self, hidden: Float[Array, "R D"], num_rows: Int[Array, ""] | None = None, row_tile: int | None = None
@@ -345,19 +333,6 @@ class CausalLM(nnx.Module):
         batch = TokenBatch(flat, positions, jnp.full_like(positions, length), (attention,) * len(chunks))
         hidden = self.hidden(batch, pools, settings)
         return self.logits(hidden.x).reshape(num_rows, length, -1)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 5))
-def _run_layer(
-    graphdef: nnx.GraphDef,
-    state: PyTree,
-    x: Float[Array, "rows D"],
-    pools: Pools,
-    inputs: AttentionInputs,
-    settings: AttentionSettings,
-) -> LayerOutput:
-    """Run one layer. It is inlined in a step; as its own function it lets equal layers be traced once."""
-    return nnx.merge(graphdef, state)(x, pools, inputs, settings)
 
 
 def _private_batch(num_rows: int, length: int, page_size: int) -> tuple[AttentionBatch, int]:

@@ -2,6 +2,7 @@
 
 import collections
 import math
+from collections.abc import Sequence
 
 from jaxserve.api.errors import MemoryPlanError
 from jaxserve.device.build import EnginePlan
@@ -76,9 +77,18 @@ def _peaks(old: EnginePlan, new: EnginePlan, is_shared: bool = False) -> dict[De
         if step.is_last:
             source = old.replicas[0][step.old_stage]
             add(source, -_bytes(source.abstract_model, step.old_path))
+    for stages in new.replicas:
+        add(stages[-1], _drafter_bytes(stages))
+    add(old.replicas[0][-1], -_drafter_bytes(old.replicas[0]))
     for sharded in new.models:
         add(sharded, _state_bytes(sharded))
     return dict(most)
+
+
+def _drafter_bytes(stages: Sequence[ShardedModel]) -> int:
+    """Return the bytes of the drafter's parameters per device of the last stage."""
+    drafter = stages[-1].drafter
+    return 0 if drafter is None else drafter.sharded.weight_bytes
 
 
 def _state_bytes(sharded: ShardedModel) -> int:

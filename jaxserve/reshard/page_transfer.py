@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxserve.device.sharded_model import ShardedModel, shardings
+from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import Pools
 from jaxserve.layers.kv_layout import PoolKind
 
@@ -31,6 +32,7 @@ class _Stack(NamedTuple):
         head_dimensions: Dimension of each array that is split by heads; None if none is.
         structs: Shapes and shardings of the arrays.
         layers: For each layer whose pages it has: index in the whole model, page table, and index of the pool.
+        pool_pages: Pages of a pool in one lane.
         capacity: Pages that one call moves.
     """
 
@@ -40,13 +42,20 @@ class _Stack(NamedTuple):
     head_dimensions: tuple[int | None, ...]
     structs: tuple[Any, ...]
     layers: tuple[tuple[int, int, int], ...]
+    pool_pages: int
     capacity: int = 1
 
     @classmethod
     def all_of(cls, sharded: ShardedModel) -> "list[_Stack]":
-        """Return the pools of a stage in their order."""
+        """Return the pools of a stage in their order; the layers of a drafter follow those of the whole model."""
         kinds = zip(sharded.kv_layout.pools, sharded.kv_layout.counts, strict=True)
-        return [cls._of(sharded, index, *each) for index, each in enumerate(kinds)]
+        own = [cls._of(sharded, index, *each) for index, each in enumerate(kinds)]
+        if sharded.drafter is None:
+            return own
+        first, table = len(sharded.abstract_model.kv_specs), sharded.drafter.table
+        stacks = cls.all_of(sharded.drafter.sharded)
+        places = [tuple((first + layer, table, pool) for layer, _, pool in stack.layers) for stack in stacks]
+        return own + [stack._replace(layers=layers) for stack, layers in zip(stacks, places, strict=True)]
 
     @classmethod
     def _of(cls, sharded: ShardedModel, index: int, kind: PoolKind, count: int) -> "_Stack":
@@ -58,7 +67,8 @@ class _Stack(NamedTuple):
             for layer, (pool, table, first) in zip(sharded.layers, sharded.kv_layout.layer_indices, strict=True)
             if pool == index
         )
-        stack = cls(kind, count, num_heads, tuple(spec.heads_dimension for spec in specs), structs, layers)
+        dimensions = tuple(spec.heads_dimension for spec in specs)
+        stack = cls(kind, count, num_heads, dimensions, structs, layers, sharded.pool_pages)
         return stack._replace(capacity=max(1, min(sharded.num_pages, _CALL_BYTES // stack.page_bytes)))
 
     @property
@@ -102,7 +112,9 @@ def _form(stages: Sequence[ShardedModel]) -> object:
         for stack in _Stack.all_of(sharded)
         for layer, table, _ in stack.layers
     }
-    return stages[0].kernel.name, stages[0].page_size, layers
+    drafter = stages[-1].drafter
+    kernels = stages[0].kernel.name, None if drafter is None else drafter.sharded.kernel.name
+    return kernels, stages[0].page_size, layers
 
 
 def page_bytes(sharded: ShardedModel) -> int:
@@ -217,16 +229,16 @@ def _compile_kinds(
     sharded: ShardedModel, stacks: Sequence[_Stack], compile_one: Callable[[ShardedModel, _Stack], jax.stages.Compiled]
 ) -> tuple[list[jax.stages.Compiled], int]:
     """Return a compiled program for each stack, and how many there are: equal stacks share one."""
-    kinds = {(stack.kind, stack.num_pools): stack for stack in stacks}
+    kinds = {stack.structs: stack for stack in stacks}
     compiled = {key: compile_one(sharded, stack) for key, stack in kinds.items()}
-    return [compiled[stack.kind, stack.num_pools] for stack in stacks], len(compiled)
+    return [compiled[stack.structs] for stack in stacks], len(compiled)
 
 
 def _compile_read(sharded: ShardedModel, stack: _Stack) -> jax.stages.Compiled:
     """Compile the program that reads pages in all layers of a kind; its arguments are (pools, pages)."""
 
     def read(pools: Pools, pages: Int[Array, " C"]) -> Pools:
-        places = _places(pages, stack.num_pools, sharded.pool_pages)
+        places = _places(pages, stack.num_pools, stack.pool_pages)
         return tuple(pool[places] for pool in pools)
 
     pages = sharded.rows_struct((stack.capacity,), jnp.int32)
@@ -237,7 +249,7 @@ def _compile_write(sharded: ShardedModel, stack: _Stack) -> jax.stages.Compiled:
     """Compile the program that writes pages in all layers of a kind; its arguments are (pools, pages, contents)."""
 
     def write(pools: Pools, pages: Int[Array, " C"], contents: Pools) -> Pools:
-        places = _places(pages, stack.num_pools, sharded.pool_pages)
+        places = _places(pages, stack.num_pools, stack.pool_pages)
         return tuple(pool.at[places].set(rows) for pool, rows in zip(pools, contents, strict=True))
 
     pages = sharded.rows_struct((stack.capacity,), jnp.int32)

@@ -128,8 +128,10 @@ class PreparedReshard:
         """Number of compiled programs."""
         plan, sharded = self._plan, self._plan.models[0]
         platform = sharded.mesh.devices.flat[0].platform
-        steps = num_programs(plan.buckets, platform, sharded.is_always_full, plan.num_stages)
-        own = sum(1 + len({*sharded.kv_layout.pools}) for sharded in plan.models)  # zeros, and copies of pages
+        drafters = [sharded.drafter.sharded for sharded in plan.models if sharded.drafter is not None]
+        steps = num_programs(plan.buckets, platform, sharded.is_always_full, plan.num_stages, bool(drafters))
+        own = len(plan.models)  # zeros, and copies of pages
+        own += sum(len({*sharded.kv_layout.pools}) for sharded in (*plan.models, *drafters))
         transfers = sum(each.num_programs for each in (*self._readers, *self._writers))
         return len(plan.replicas) * (steps + 1) + own + transfers
 

@@ -71,6 +71,8 @@ def _target_box(whole: np.ndarray, piece: Piece, starts: Sequence[int], stops: S
 def check_same_parameters(old: Sequence[ShardedModel], new: Sequence[ShardedModel]) -> None:
     """Raise ConfigError unless the stages of two engines make the same parameters of the same tensors."""
     kept, made = _origins(old), _origins(new)
+    if old[-1].drafter is not None and new[-1].drafter is not None:
+        check_same_parameters([old[-1].drafter.sharded], [new[-1].drafter.sharded])
     differs = [path for path in kept.keys() | made.keys() if kept.get(path) != made.get(path)]
     if differs:
         raise ConfigError(
@@ -262,7 +264,7 @@ class WeightTarget:
 def move_weights(
     old: list[tuple[ShardedModel, tuple[jax.Array, ...]]], new: Sequence[Sequence[ShardedModel]]
 ) -> list[list[tuple[jax.Array, ...]]]:
-    """Return the packed parameters of the stages of each new replica.
+    """Return the packed parameters of the stages of each new replica, those of its drafter after those of the last.
 
     Needs additional memory for about three times the largest parameter; on GPUs, where layers are stacked, host memory
     for the parameters of one kind.
@@ -272,6 +274,23 @@ def move_weights(
             is emptied; the caller must keep no other reference to them.
         new: The stages of each new replica.
     """
+    last, packed = old.pop()
+    num_own = len(last.abstract_params)
+    drafters = [] if last.drafter is None else [(last.drafter.sharded, packed[num_own:])]
+    old.append((last, packed[:num_own]))
+    del packed
+    params = _move_stages(old, new)
+    if drafters:
+        targets = [[drafter.sharded for drafter in (stages[-1].drafter,) if drafter is not None] for stages in new]
+        for stages, (moved,) in zip(params, _move_stages(drafters, targets), strict=True):
+            stages[-1] += moved
+    return params
+
+
+def _move_stages(
+    old: list[tuple[ShardedModel, tuple[jax.Array, ...]]], new: Sequence[Sequence[ShardedModel]]
+) -> list[list[tuple[jax.Array, ...]]]:
+    """Return the packed parameters of the stages of each new replica, without drafters; see ``move_weights``."""
     models = [sharded for sharded, _ in old]
     steps, sources = move_steps(models, new[0]), list[WeightSource]()
     for stage, sharded in enumerate(models):

@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jaxserve.api.config_checks import LOGPROBS_MODES
 from jaxserve.sampling.draw import draw
@@ -116,6 +116,21 @@ def sample(
 
     num_tracked = tables.tracked_ids.shape[1]
     return tokens, _choose(is_full, logprobs, lambda: no_logprobs(len(logits), settings.max_logprobs, num_tracked))
+
+
+def sample_plainly(
+    logits: Float[Array, "R V"], inputs: SamplerInputs, is_greedy: Bool[Array, ""], settings: SamplerSettings
+) -> Int[Array, " R"]:
+    """Sample a token for each row from its logits as they are, without masks, bias, processors and penalties.
+
+    Args:
+        logits: See ``sample``.
+        inputs: See ``sample``.
+        is_greedy: Whether every row takes the argmax.
+        settings: See ``sample``.
+    """
+    best = settings.split.argmax(settings.argmax, logits)
+    return lax.cond(is_greedy, lambda: best, lambda: _sampled(logits, inputs, best, settings)[0])
 
 
 def _takes(variant: str | Int[Array, ""], name: str) -> bool | Array:

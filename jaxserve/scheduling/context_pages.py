@@ -174,6 +174,7 @@ class ContextPages:
     Args:
         allocator: Allocator of the pages of all page tables.
         windows: Sliding window of each page table; None for full attention.
+        shares_parts: Whether a context may begin with a copy of a cached page that is not full.
 
     Attributes:
         cache: Prefix cache lookups and registrations.
@@ -181,10 +182,12 @@ class ContextPages:
         num_hit_tokens: Prompt tokens found in the cache.
     """
 
-    def __init__(self, allocator: PageAllocator, windows: Iterable[KVWindow | None] = (None,)):
+    def __init__(
+        self, allocator: PageAllocator, windows: Iterable[KVWindow | None] = (None,), shares_parts: bool = True
+    ):
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
-        self._allocator = allocator
+        self._allocator, self._shares_parts = allocator, shares_parts
         self._windows = tuple(windows)
         self._has_windows = any(self._windows)
         self._is_plain = self._windows == (None,)
@@ -216,7 +219,7 @@ class ContextPages:
         num_shared, shared, partial = 0, [list[int]() for _ in self._windows], list[PartialHit]()
         if sequence.reads_cache:
             num_shared, shared = self.cache.find_shared(sequence)
-            partial = self.cache.find_partial(sequence, num_shared)
+            partial = self.cache.find_partial(sequence, num_shared) if self._shares_parts else []
         for hit in partial:  # makes them the last to be evicted, so that none becomes the target of an earlier copy
             self._allocator.touch(hit.page)
         num_pages = self._allocator.pages_for(len(sequence.token_ids))

@@ -130,7 +130,7 @@ class DraftLengths:
     Args:
         max_drafts: Most drafts per row.
         is_adaptive: Whether to choose; if not, each row verifies all its drafts.
-        can_wait: Whether plans can wait, which they cannot in a pipeline.
+        can_wait: Whether plans can wait; not in a pipeline, and not for drafts that a model makes on the device.
     """
 
     def __init__(self, max_drafts: int, is_adaptive: bool, can_wait: bool):
@@ -151,7 +151,7 @@ class DraftLengths:
         if not any(everything):
             return Choice(everything, False)
         if not self.is_adaptive:
-            return Choice(everything, True)
+            return Choice(everything, self._can_wait)
         best, rate = self._best(proposed, budget)
         pays, lengths = rate > _MARGIN, nothing
         if pays:
@@ -163,7 +163,7 @@ class DraftLengths:
         elif self._is_due():
             self._probe = _PROBES[pays][self._num_probes % 2]
             pays = self._probe != "none"
-        return Choice(lengths, pays)
+        return Choice(lengths, pays and self._can_wait)
 
     def add_row(self, proposed: Proposed, num_drafts: int, num_accepted: int) -> None:
         """Count the accepted drafts of a row, of those that were verified."""

@@ -71,6 +71,8 @@ class SchedulerLimits(NamedTuple):
         windows: Sliding window of each page table; None for full attention.
         num_stages: Number of pipeline stages; a plan has at most ``max_num_seqs / num_stages`` rows, rounded up.
         admits_whole: Whether a waiting sequence is admitted only by a step that can compute all of its tokens.
+        shares_parts: Whether a context may begin with a copy of a cached page that is not full.
+        num_lookahead: Tokens after a row that a drafter on the device takes in, for which sequences have pages too.
         max_step_samples: Most samples per step of which some follow drafts; None for no limit. A row without samples
             counts as one.
         adapts_drafts: Whether fewer drafts are verified where that is faster.
@@ -84,6 +86,8 @@ class SchedulerLimits(NamedTuple):
     num_stages: int = 1
     admits_whole: bool = False
     max_step_samples: int | None = None
+    num_lookahead: int = 0
+    shares_parts: bool = True
     adapts_drafts: bool = False
 
 
@@ -159,7 +163,8 @@ class ChunkPooling(NamedTuple):
 
 
 ON_DEVICE = -1
-"""Filled in on the device: as a row's first token, the slot's latest token; as its start, that token's position."""
+"""Filled in on the device: as a row's first token, the slot's latest token; as a draft, the one that the device has for
+the slot; as a row's start, the latest token's position."""
 
 
 def _column() -> MutableSequence[int]:
@@ -186,7 +191,7 @@ class StepPlan:
         starts: Position of each row's first token, or ``ON_DEVICE``.
         lengths: Number of tokens of each row.
         num_samples: For each row, sample after each of this many of its last tokens; 0 within a prompt.
-        token_ids: The tokens of all rows, row by row; the first of a row may be ``ON_DEVICE``.
+        token_ids: The tokens of all rows, row by row; the first of a row and its drafts may be ``ON_DEVICE``.
         targets: Targets of rows with prompt logprobs.
         pooling: Pooling of rows with embeddings.
         same_rows_as: Number of the earliest plan that has the same rows, if all plans of the same microbatch since then

@@ -409,14 +409,17 @@ def test_stages_one_after_the_other_are_the_model(is_tied: bool) -> None:
         pools.append((jnp.zeros(keys.shape), jnp.zeros(values.shape)))
     settings = AttentionSettings(KERNEL, 8, decode_only=False)
     batch = TokenBatch(tokens, positions, jnp.full(length, length), (one_row(length),))
-    whole, written, _ = model.hidden(batch, pools, settings)
-    x, stage = None, model
-    for kept in stages_of([1, 1, 1]):
+    whole, written, _, aux = model.hidden(batch, pools, settings, aux_layers=(0, 2))
+    x, stage, inputs = None, model, list[Any]()
+    for kept, drafts in zip(stages_of([1, 1, 1]), (False, False, not is_tied), strict=True):
         stage = nnx.clone(model)
-        stage.keep_stage(kept)
-        x, pools[kept.first : kept.stop], _ = stage.hidden(batch, pools[kept.first : kept.stop], settings, x)
-        has_embedding = kept.is_first or (kept.is_last and is_tied)
+        stage.keep_stage(kept, drafts)
+        own = pools[kept.first : kept.stop]
+        x, pools[kept.first : kept.stop], _, given = stage.hidden(batch, own, settings, x, (0, 2))
+        inputs += [] if given is None else [given]
+        has_embedding = kept.is_first or (kept.is_last and (is_tied or drafts))
         assert (stage.embed is not None, stage.norm is not None) == (has_embedding, kept.is_last)
+    np.testing.assert_array_equal(jnp.concatenate(inputs, 1), aux)
     assert x is not None
     np.testing.assert_array_equal(stage.logits(x), model.logits(whole))
     for found, expected in zip(pools, written, strict=True):

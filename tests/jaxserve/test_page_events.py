@@ -150,7 +150,7 @@ class Events(NoState):
         self.in_flight: list[tuple[StepPlan, list[list[int]]] | None] = []
         self.counts: collections.Counter[str] = collections.Counter()
 
-    def propose(self, sequence: Sequence) -> list[int]:
+    def follow(self, sequence: Sequence) -> list[int]:
         """Drafts, right to a random length."""
         rng = self.rng
         context = list(sequence.token_ids)

@@ -13,6 +13,7 @@ import pytest
 from jaxserve import LLM, ConfigError, PoolingParams, RequestOutput, SamplingParams
 from jaxserve.api.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
+from jaxserve.device.handed_over import abstract_input
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_hidden, trace_step
 from jaxserve.layers.kv_layout import KVSpec
@@ -23,7 +24,7 @@ from tests.jaxserve.test_lanes import CONFIG as SPARSE
 from tests.jaxserve.test_request_mix import REQUESTS, SETTINGS, answers_alone, outcome, scores
 from tests.random_checkpoint import write_checkpoint, write_checkpoint_with_tokenizer
 from tests.runners import weights_of
-from tests.tiny_programs import make_program, tiny_config
+from tests.tiny_programs import make_program, random_params, tiny_config
 
 TILES = {"kernels": "xla", "deterministic": True}
 MESHES: dict[str, dict[str, Any]] = {
@@ -243,6 +244,28 @@ def test_stages_lower_for_gpus(layout: str) -> None:
     for traced in (trace_hidden(first, shape), trace_step(last, shape, "any")):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert "stablehlo.all_reduce" in text or "stablehlo.reduce_scatter" in text
+
+
+@pytest.mark.parametrize("layout", ["tensor_parallel", "sequence_parallel"])
+def test_what_a_draft_head_reads_goes_from_stage_to_stage(layout: str) -> None:
+    """The inputs of layers, whole; the last stage is given those of all earlier ones, and keeps the embedding."""
+    config = tiny_config(num_layers=4, rope_layers=(True,) * 4, sliding_windows=(None,) * 4)
+    stages = [
+        make_program(config, tensor=2, layout=layout, stage=stage, aux_layers=(1, 2)) for stage in stages_of([1] * 4)
+    ]
+    shape = BatchShape(num_tokens=16, num_rows=4, table_pages=4, decode_only=False)
+    buffer, given, hidden = np.arange(shape.buffer_size, dtype=np.int32) % 7, [], []
+    for model in stages[:-1]:
+        state = model.empty_state()
+        step = trace_hidden(model, shape).lower().compile()
+        _, output = step(random_params(model), state.pools, state.latest, buffer, *given)
+        given = [each for each in (output.hidden, output.aux) if each is not None]
+        hidden.append(np.asarray(output.hidden))
+    assert [each.shape for each in given] == [each.shape for each in abstract_input(stages[-1], 16)]
+    np.testing.assert_array_equal(given[1], np.concatenate(hidden[:2], 1))
+    assert [any(path.startswith("embed.") for path in model.abstract_model.params) for model in stages] == [
+        *(True, False, False, True)
+    ]
 
 
 def test_a_window_has_the_same_tables_in_every_stage(tmp_path: Path) -> None:

@@ -14,12 +14,13 @@ from jaxserve.api.sampling_options import OptionValues
 from jaxserve.device.batch import build
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.runner_interface import StepResult
-from jaxserve.device.sharded_model import ShardedModel, StepState
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.slots import Slots
 from jaxserve.device.split_steps import trace_model, trace_sampler, trace_scorer
 from jaxserve.device.stage import Stage
 from jaxserve.device.state_updates import trace_set_up
 from jaxserve.device.step_batch import BatchShape
+from jaxserve.device.step_state import StepState
 from jaxserve.device.steps import trace_step
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.api.speculation import check_speculation
+from jaxserve.api.speculation import SHORTCUTS, check_speculation
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.proposers.suffix import PastOutputs, SuffixProposer
@@ -37,7 +37,7 @@ each_library = pytest.mark.parametrize("library", LIBRARIES, ids=["python", "nat
 def make(library: ctypes.CDLL | None = LIBRARY, **keys: Any) -> SuffixProposer:
     """A proposer with these keys besides vLLM's defaults."""
     given = {key if key == "num_speculative_tokens" else f"suffix_decoding_{key}": value for key, value in keys.items()}
-    config = check_speculation({"method": "suffix", **given}, {"spec_method": None, "spec_tokens": None})
+    config = check_speculation({"method": "suffix", **given}, dict.fromkeys(SHORTCUTS))
     assert config is not None
     return SuffixProposer(config, library)
 

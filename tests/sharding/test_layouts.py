@@ -71,7 +71,7 @@ def forward(program: ShardedModel) -> jax.stages.Wrapped:
         model = abstract.merge(arrays)
         nothing = LatestTokens(*jnp.zeros((2, program.num_slots), jnp.int32))
         batch = program.unpack(buffer, SHAPE, nothing)
-        hidden, _, _ = model.hidden(batch, pools, settings)
+        hidden, *_ = model.hidden(batch, pools, settings)
         return model.logits(hidden)
 
     param_specs = tuple(struct.sharding.spec for struct in abstract.params.values())

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.device.sharded_model import ShardedModel, StepState
+from jaxserve.device.handed_over import abstract_hidden
+from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape, StepBatch
+from jaxserve.device.step_state import StepState
 from jaxserve.device.steps import attention_settings, sample_rows
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.residual import own_rows, whole_rows
@@ -141,5 +143,5 @@ def _trace(part: str, sharded: ShardedModel, shape: BatchShape) -> jax.stages.Tr
         step = _Step(sharded, sharded.model(arrays), batch, state, attention_settings(sharded, shape))
         return _FUNCTIONS[part](step, x)
 
-    buffer, x = sharded.rows_struct((shape.buffer_size,), jnp.int32), sharded.abstract_hidden(shape.num_tokens)
+    buffer, x = sharded.rows_struct((shape.buffer_size,), jnp.int32), abstract_hidden(sharded, shape.num_tokens)
     return sharded.trace(traced, (sharded.abstract_params, sharded.abstract_state(), buffer, x))

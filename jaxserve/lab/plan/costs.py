@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.device.build import PlannedStages
+from jaxserve.device.handed_over import abstract_hidden
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.lab.links import collective_seconds
@@ -132,7 +133,7 @@ class Steps:
         if sharded.is_last:
             returned = [] if sharded.is_first else [self._hand_over(shape.num_rows * _TOKEN_BYTES, num_stages - 1)]
             return [*found, *returned]
-        hidden = sharded.abstract_hidden(shape.num_tokens)
+        hidden = abstract_hidden(sharded, shape.num_tokens)
         return [*found, self._hand_over(bytes_per_device(hidden.shape, hidden.dtype.itemsize, hidden.sharding))]
 
     def _row(self, part: str, kind: str, axes: tuple[str, ...], num_bytes: int, times: int) -> Communication:

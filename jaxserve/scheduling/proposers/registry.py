@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxserve.scheduling.proposers.grammar import GrammarProposer
 from jaxserve.scheduling.proposers.ngram import NgramProposer
+from jaxserve.scheduling.proposers.on_device import DeviceProposer
 from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.proposers.suffix import SuffixProposer
 from jaxserve.scheduling.proposers.token_index import find_library
@@ -15,6 +16,9 @@ PROPOSERS: Mapping[str, Callable[[Mapping[str, Any]], DraftProposer]] = MappingP
         "grammar": GrammarProposer,
         "ngram": NgramProposer,
         "suffix": lambda config: SuffixProposer(config, find_library()),
+        "draft_model": DeviceProposer,
+        "eagle3": DeviceProposer,
+        "mtp": DeviceProposer,
     }
 )
 """The proposer of each method, made from the checked settings."""

@@ -132,10 +132,13 @@ WRONG = [
         "per_request_spec_decode_metrics: expected one of none, summary, detailed, got 'all'",
     ),
     ({"speculative_config": "ngram"}, "speculative_config: expected dict, got 'ngram'"),
-    ({"speculative_config": {}}, "speculative_config.method: expected one of grammar, ngram, suffix, got None"),
     (
-        {"speculative_config": {"method": "eagle3"}},
-        "speculative_config.method: expected one of grammar, ngram, suffix, got 'eagle3'",
+        {"speculative_config": {}},
+        "speculative_config.method: expected one of grammar, ngram, suffix, draft_model, eagle3, mtp, got None",
+    ),
+    (
+        {"speculative_config": {"method": "eagle"}},
+        "speculative_config.method: expected one of grammar, ngram, suffix, draft_model, eagle3, mtp, got 'eagle'",
     ),
     ({"speculative_config": {"method": ["ngram"]}}, r"speculative_config.method: .*got \['ngram'\]"),
     (
@@ -355,4 +358,4 @@ def test_every_setting_is_used_somewhere(repository: Path) -> None:
                 if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "config":
                     read.add(node.attr)
     unused = {field.name for field in dataclasses.fields(EngineConfig)} - read
-    assert unused == {"convert", "mesh", "spec_method", "spec_tokens"}, "they stand for other settings"
+    assert unused == {"convert", "mesh", "spec_method", "spec_model", "spec_tokens"}, "they stand for other settings"

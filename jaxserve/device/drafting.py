@@ -1,0 +1,387 @@
+"""Drafting on the device: after the sampler, a draft model guesses the tokens of each slot's next row.
+
+The draft model takes in every token that the model took in during the step, and the sampled ones, so that its keys and
+values are in the same pages at the same positions, whatever happened to a context before. Drafts stay on the device
+(``LatestTokens.drafts``), where the slot's next row reads them.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxserve.api.sampling_options import SAMPLING_OPTIONS, OptionValues
+from jaxserve.device.handed_over import abstract_hidden
+from jaxserve.device.head_states import HeadStates
+from jaxserve.device.sampler_batch import SLOT_PARAMS, unpack_arrays
+from jaxserve.device.sharded_model import Drafter, ShardedModel
+from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, TokenPlaces, row_of_each_token, token_places
+from jaxserve.device.structs import shardings
+from jaxserve.layers.attention import AttentionSettings, Pools
+from jaxserve.layers.rows import map_rows
+from jaxserve.models.causal_lm import CausalLM, TokenBatch
+from jaxserve.models.drafters.draft_head import DraftHead
+from jaxserve.sampling.penalties import SamplerInputs
+from jaxserve.sampling.sampler import VARIANTS, sample_plainly
+from jaxserve.sampling.verification import NOWHERE
+from pallas_kernels import AttentionBatch
+
+
+class StepTokens(NamedTuple):
+    """What a step's batch has instead of the ``ON_DEVICE`` values of its buffer.
+
+    Attributes:
+        tokens: Token ids.
+        starts: Position of each row's first token.
+        hidden: Hidden state of each token, before the norm of the head; None unless a draft head reads it.
+        aux: Inputs of the layers that the draft head reads; None if it reads none.
+    """
+
+    tokens: Int[Array, " T"]
+    starts: Int[Array, " R"]
+    hidden: Float[Array, "T D"] | None = None
+    aux: Float[Array, "T aux"] | None = None
+
+
+def step_tokens(batch: StepBatch) -> StepTokens:
+    """Return them for a step's batch."""
+    return StepTokens(batch.tokens, batch.positions.at[batch.row_starts].get(mode="clip"))
+
+
+def trace_drafts(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
+    """Trace the drafting of a batch shape as a program of its own, for CPUs.
+
+    The traced function maps (packed parameters, all pools, latest tokens, ``HeadStates``, buffer, ``StepTokens``) to
+    (pools, latest tokens, ``HeadStates``), all of which it donates.
+    """
+
+    def drafts(
+        arrays: tuple[Array, ...],
+        pools: tuple[Pools, ...],
+        latest: LatestTokens,
+        states: HeadStates | None,
+        buffer: Int[Array, " size"],
+        given: StepTokens,
+    ) -> Drafted:
+        return draft(sharded, arrays, pools, latest, states, buffer, given, shape, "any")
+
+    buffer = sharded.rows_struct((shape.buffer_size,), jnp.int32)
+    given = StepTokens(*(sharded.rows_struct((size,), jnp.int32) for size in (shape.num_tokens, shape.num_rows)))
+    if sharded.aux_layers is not None:
+        num_aux = len(sharded.aux_layers)
+        aux = abstract_hidden(sharded, shape.num_tokens, num_aux) if num_aux else None
+        given = given._replace(hidden=abstract_hidden(sharded, shape.num_tokens), aux=aux)
+    kept = Drafted(sharded.abstract_all_pools(), sharded.abstract_latest(), sharded.abstract_states())
+    arguments = (sharded.program_params, *kept, buffer, given)
+    return sharded.trace(drafts, arguments, shardings(kept), donated=[1, 2, 3])
+
+
+class Drafted(NamedTuple):
+    """What drafting changes of the state; see ``StepState``."""
+
+    pools: tuple[Pools, ...]
+    latest: LatestTokens
+    states: HeadStates | None
+
+
+def draft(
+    sharded: ShardedModel,
+    arrays: tuple[Array, ...],
+    pools: tuple[Pools, ...],
+    latest: LatestTokens,
+    states: HeadStates | None,
+    buffer: Int[Array, " size"],
+    given: StepTokens,
+    shape: BatchShape,
+    variant: str,
+) -> Drafted:
+    """Draft the tokens after each row that has sampled.
+
+    Args:
+        sharded: The model, with its drafter.
+        arrays: Packed parameters of the model and the drafter.
+        pools: All pools; those of the drafter are the last.
+        latest: Latest tokens, after the sampler.
+        states: What a draft head keeps.
+        buffer: The step's buffer.
+        given: What the step has instead of the buffer's ``ON_DEVICE`` values.
+        shape: Batch shape.
+        variant: Sampler variant; ``any``: the buffer's.
+    """
+    drafter = sharded.drafter
+    assert drafter is not None and latest.drafts is not None
+    fields = unpack_arrays(buffer, shape.fields) | {"tokens": given.tokens, "starts": given.starts}
+    rows = _Rows.of(fields, latest, sharded, drafter)
+    first, seen = len(sharded.own_pools()), None
+    run = _Run.of(sharded, arrays, rows, fields["variant"] if variant == "any" else jnp.int32(VARIANTS.index(variant)))
+    if states is not None:
+        seen = run.seen(given, fields, states)
+        states = run.kept(states, seen.own, fields)
+    taken = run.take_in(fields, pools[first:], shape, seen)
+    num_drafts = latest.drafts.shape[1]
+    filled = jnp.zeros((num_drafts, shape.num_rows), jnp.int32).at[0].set(taken.token)
+
+    def one_more(i: Int[Array, ""], carry: tuple[_Taken, Int[Array, "drafts R"]]) -> Any:
+        taken, filled = carry
+        taken = run.go_on(taken, i)
+        return taken, filled.at[i].set(taken.token)
+
+    if num_drafts > 1:
+        taken, filled = lax.fori_loop(1, num_drafts, one_more, (taken, filled))
+    slots = jnp.where(rows.samples, fields["sampled_slots"], sharded.num_slots)
+    latest = latest._replace(drafts=latest.drafts.at[slots].set(filled.T, mode="drop"))
+    return Drafted((*pools[:first], *taken.pools), latest, states)
+
+
+class _Rows(NamedTuple):
+    """The rows of a step, for the drafter.
+
+    Attributes:
+        is_used: Whether there is such a row.
+        samples: Whether it has sampled a token.
+        token: That token, its latest.
+        position: Position of that token.
+        limits: Most tokens that its request can reach.
+        page_table: Its pages, in the page table that the drafter uses.
+        inputs: Sampling parameters, without positions.
+    """
+
+    is_used: Bool[Array, " R"]
+    samples: Bool[Array, " R"]
+    token: Int[Array, " R"]
+    position: Int[Array, " R"]
+    limits: Int[Array, " R"]
+    page_table: Int[Array, "R M"]
+    inputs: SamplerInputs
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Array], latest: LatestTokens, sharded: ShardedModel, drafter: Drafter) -> "_Rows":
+        slots = fields["sampled_slots"]
+        samples = slots < sharded.num_slots
+        options = {name: fields[name] for name in SLOT_PARAMS}
+        inputs = SamplerInputs(
+            options=OptionValues(**{name: options[name] for name in SAMPLING_OPTIONS}),
+            seeds=fields["seeds"],
+            positions=slots,
+            slots=slots,
+            arguments=fields["arguments"].T,
+        )
+        return cls(
+            is_used=jnp.arange(len(slots)) < fields["num_rows"],
+            samples=samples,
+            token=latest.token_ids.at[slots].get(mode="clip"),
+            position=jnp.where(samples, latest.positions.at[slots].get(mode="clip"), 0),
+            limits=fields["row_limits"],
+            page_table=fields["page_tables"][drafter.table],
+            inputs=inputs,
+        )
+
+
+class _Seen(NamedTuple):
+    """States of tokens that the target has seen, for a draft head.
+
+    Attributes:
+        own: Of the step's query tokens.
+        first: Of the token before each row's first.
+    """
+
+    own: Float[Array, "T D"]
+    first: Float[Array, "R D"]
+
+    def before(self, moved_to: Int[Array, " T"], begins: Int[Array, " R"], num_tokens: int) -> Float[Array, "tokens D"]:
+        """Return the state before each of ``num_tokens`` tokens: the step's are moved to ``moved_to``, and each row
+        begins at ``begins``."""
+        empty = jnp.zeros((num_tokens, self.own.shape[1]), self.own.dtype)
+        return empty.at[moved_to + 1].set(self.own, mode="drop").at[begins].set(self.first, mode="drop")
+
+
+class _Taken(NamedTuple):
+    """What a pass of the drafter leaves to the next.
+
+    Attributes:
+        pools: The drafter's pools.
+        token: The token after each row.
+        state: The state of the token before that, for a draft head.
+    """
+
+    pools: tuple[Pools, ...]
+    token: Int[Array, " R"]
+    state: Float[Array, "R D"] | None
+
+
+class _Run(NamedTuple):
+    """A drafter at work inside a program.
+
+    Attributes:
+        model: The module.
+        target: The model that it drafts for, if it is a draft head.
+        drafter: What is fixed about it.
+        rows: The step's rows.
+        variant: Index of the step's sampler variant.
+    """
+
+    model: CausalLM | DraftHead
+    target: CausalLM | None
+    drafter: Drafter
+    rows: _Rows
+    variant: Int[Array, ""]
+
+    @classmethod
+    def of(cls, sharded: ShardedModel, arrays: tuple[Array, ...], rows: _Rows, variant: Int[Array, ""]) -> "_Run":
+        """Return the drafter of a model, with the packed parameters of both."""
+        drafter = sharded.drafter
+        assert drafter is not None
+        own = arrays[-len(drafter.sharded.abstract_params) :]
+        if drafter.sharded.head is None:
+            return cls(drafter.sharded.model(own), None, drafter, rows, variant)
+        whole = sharded if sharded.parallel.residual_axis is None else sharded.with_whole_rows
+        return cls(drafter.sharded.draft_head(own), whole.model(arrays), drafter, rows, variant)
+
+    def seen(self, given: StepTokens, fields: Mapping[str, Array], states: HeadStates) -> _Seen:
+        """Return the states of the step's tokens, and of those before its rows."""
+        assert isinstance(self.model, DraftHead) and self.target is not None and given.hidden is not None
+        page_size = self.drafter.sharded.page_size
+        own = self.model.seen_state(self.target, given.hidden, given.aux)
+        before = states.before(fields["starts"], fields["slots"], self.rows.page_table, page_size)
+        return _Seen(own.astype(before.dtype), before)
+
+    def kept(self, states: HeadStates, own: Float[Array, "T D"], fields: Mapping[str, Array]) -> HeadStates:
+        """Return what a draft head keeps after the step, whose tokens have the states ``own``."""
+        rows, row_of, starts = self.rows, fields["token_rows"], fields["starts"]
+        offsets = (starts - fields["query_starts"]).at[row_of].get(mode="fill", fill_value=0)
+        positions, page_size = offsets + jnp.arange(len(own), dtype=jnp.int32), self.drafter.sharded.page_size
+        pages = rows.page_table.at[row_of, positions // page_size].get(mode="fill", fill_value=NOWHERE)
+        num_kept = jnp.where(rows.samples, rows.position - starts, fields["query_lens"])
+        slots = jnp.where(rows.is_used, fields["slots"], NOWHERE)
+        return states.updated(own, positions, pages, fields["query_starts"] + num_kept - 1, slots, page_size)
+
+    def take_in(
+        self, fields: Mapping[str, Array], pools: tuple[Pools, ...], shape: BatchShape, seen: _Seen | None
+    ) -> _Taken:
+        """Take in the step's tokens and those that it has sampled.
+
+        Each row has one more token than in the step. Where drafts were rejected, tokens without use follow the sampled
+        one, whose entries later steps overwrite.
+        """
+        rows, num_rows, num_tokens = self.rows, shape.num_rows, shape.num_tokens + shape.num_rows
+        begins = jnp.where(rows.is_used, fields["query_starts"] + jnp.arange(num_rows, dtype=jnp.int32), num_tokens)
+        moved_to = jnp.arange(shape.num_tokens, dtype=jnp.int32) + fields["token_rows"]
+        added = begins + fields["query_lens"]
+        row_of = jnp.full(num_tokens, num_rows, jnp.int32).at[moved_to].set(fields["token_rows"])
+        row_of = row_of.at[added].set(jnp.arange(num_rows, dtype=jnp.int32), mode="drop")
+        sampled = jnp.where(rows.samples, begins + rows.position - fields["starts"], num_tokens)
+        tokens = jnp.zeros(num_tokens, jnp.int32).at[moved_to].set(fields["tokens"])
+        tokens = tokens.at[sampled].set(rows.token, mode="drop")
+        offsets = (fields["starts"] - begins).at[row_of].get(mode="fill", fill_value=0)
+        positions = jnp.where(row_of < num_rows, offsets + jnp.arange(num_tokens, dtype=jnp.int32), 0)
+        lens = jnp.where(rows.is_used, fields["query_lens"] + 1, 0)
+        batch: dict[str, Array] = {
+            "page_tables": rows.page_table[None],
+            "context_lens": fields["starts"] + lens,
+            "query_starts": begins,
+            "query_lens": lens,
+            "num_rows": fields["num_rows"],
+        }
+        splits = shape.decode_only and self.drafter.sharded.splits_rows
+        if splits:
+            batch = row_of_each_token(batch | {"positions": positions, "token_rows": row_of}, row_of < num_rows)
+        places = self._places(positions, row_of, rows.page_table)
+        before = None if seen is None else seen.before(moved_to, begins, num_tokens)
+        hidden, pools = self._through(tokens, positions, row_of, batch, places, pools, splits, before)
+        return self._taken(hidden.at[sampled].get(mode="clip"), pools, rows.position + 1)
+
+    def go_on(self, taken: _Taken, count: Int[Array, ""]) -> _Taken:
+        """Take in the draft of each row, which is ``count`` tokens after its sampled one."""
+        rows, row = self.rows, jnp.arange(len(taken.token), dtype=jnp.int32)
+        positions = jnp.maximum(jnp.minimum(rows.position + count, rows.limits - 1), 0)
+        batch = {
+            "page_tables": rows.page_table[None],
+            "context_lens": jnp.where(rows.is_used, positions + 1, 0),
+            "query_starts": row,
+            "query_lens": rows.is_used.astype(jnp.int32),
+            "num_rows": rows.is_used.sum(dtype=jnp.int32),
+        }
+        places = self._places(positions, jnp.where(rows.samples, row, len(row)), rows.page_table)
+        hidden, pools = self._through(taken.token, positions, row, batch, places, taken.pools, True, taken.state)
+        return self._taken(hidden, pools, rows.position + count + 1)
+
+    def _places(
+        self, positions: Int[Array, " T"], rows: Int[Array, " T"], page_table: Int[Array, "R M"]
+    ) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+        """Return page and offset of each token's entry: the page for padding where its row has none yet."""
+        sharded = self.drafter.sharded
+        places: TokenPlaces = token_places(
+            positions, rows, len(page_table), sharded.page_size, sharded.layout.mesh_axis("tokens")
+        )
+        pages = page_table.at[places.rows, places.pages].get(mode="fill", fill_value=sharded.num_pages)
+        return jnp.where(pages < sharded.num_pages, pages, sharded.num_pages + 1), places.offsets
+
+    def _through(
+        self,
+        tokens: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        rows: Int[Array, " T"],
+        batch: Mapping[str, Array],
+        places: tuple[Int[Array, " T"], Int[Array, " T"]],
+        pools: tuple[Pools, ...],
+        decode_only: bool,
+        before: Float[Array, "T D"] | None,
+    ) -> tuple[Float[Array, "T D"], tuple[Pools, ...]]:
+        """Return the hidden states of tokens, and the pools with their entries; a draft head reads the state before
+        each."""
+        sharded = self.drafter.sharded
+        attention = AttentionBatch(
+            page_table=batch["page_tables"][0],
+            context_lens=batch["context_lens"],
+            query_starts=batch["query_starts"],
+            query_lens=batch["query_lens"],
+            num_rows=batch["num_rows"],
+            token_pages=places[0],
+            token_offsets=places[1],
+            num_shared_pages=jnp.int32(0),
+        )
+        settings = AttentionSettings(
+            sharded.kernel,
+            sharded.own_page_size,
+            decode_only,
+            sharded.layer_tile,
+            sharded.kv_layout.layer_indices,
+            sharded.layout.rows_axis,
+            False,
+            sharded.row_tile,
+        )
+        lengths = self.rows.limits.at[rows].get(mode="fill", fill_value=0)
+        own = TokenBatch(tokens, positions, lengths, (attention,))
+        if isinstance(self.model, CausalLM):
+            found = self.model.hidden(own, pools, settings)
+        else:
+            assert self.target is not None and before is not None
+            found = self.model.hidden(self.model.embedded(self.target, tokens), before, own, pools, settings)
+        return found.x, tuple(found.pools)
+
+    def _taken(self, hidden: Float[Array, "R D"], pools: tuple[Pools, ...], positions: Int[Array, " R"]) -> _Taken:
+        """Return the token after each row, at these positions, and the state of the token before it."""
+        state = None if isinstance(self.model, CausalLM) else self.model.next_state(hidden).astype(hidden.dtype)
+        return _Taken(pools, self._sampled(hidden, positions), state)
+
+    def _sampled(self, hidden: Float[Array, "R D"], positions: Int[Array, " R"]) -> Int[Array, " R"]:
+        """Return the token after each row, drawn with the noise of its position."""
+        sharded, num_rows = self.drafter.sharded, self.rows.is_used.sum(dtype=jnp.int32)
+        if isinstance(self.model, CausalLM):
+            logits = self.model.logits(hidden, num_rows, sharded.layer_tile)
+        else:
+            assert self.target is not None
+            logits = self.model.logits(self.target, hidden)
+            if self.model.head is not None:
+                width = sharded.vocab_width // sharded.parallel.parts(sharded.parallel.vocab)
+                logits = sharded.split.part(logits, width, -jnp.inf)
+        is_greedy = (self.variant == VARIANTS.index("greedy")) | self.drafter.is_greedy
+        values, structure = jax.tree.flatten(self.rows.inputs._replace(positions=positions))
+
+        def tokens_of(logits: Float[Array, "R V"], *values: Array) -> Int[Array, " R"]:
+            return sample_plainly(logits, jax.tree.unflatten(structure, values), is_greedy, sharded.sampler)
+
+        return jnp.maximum(map_rows(tokens_of, (logits, *values), num_rows, sharded.row_tile), 0)

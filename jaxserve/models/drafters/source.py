@@ -1,0 +1,94 @@
+"""Finds, checks and loads the draft head that ``speculative_config`` asks for."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+from flax import nnx
+
+from checkpoints import Listings, check_recipes, open_checkpoint
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import Scope
+from jaxserve.models.abstract import AbstractModel, ShardingOf, abstract_head
+from jaxserve.models.drafters.draft_head import DraftHead
+from jaxserve.models.drafters.eagle3 import Eagle3Config, Eagle3Head
+from jaxserve.models.drafters.eagle3_config import read_eagle3
+from jaxserve.models.drafters.mtp import MTPHead, check_has_layer, mtp_config
+from jaxserve.models.loading import load_weights
+from jaxserve.models.sparse_decoder import SparseConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSource:
+    """A draft head and its checkpoint.
+
+    Attributes:
+        directory: The checkpoint: an EAGLE-3 head's own, or for an MTP layer the target's.
+        config: The head, or the target with an MTP layer.
+        load_format: As in ``EngineConfig``.
+    """
+
+    directory: Path
+    config: Eagle3Config | SparseConfig
+    load_format: str = "auto"
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs the head reads."""
+        return self.config.aux_layers if isinstance(self.config, Eagle3Config) else ()
+
+    def build(self, scope: Scope) -> DraftHead:
+        """Build the head in the target's scope; each device has all rows of its hidden states, and its own output
+        head's logits."""
+        parallel = dataclasses.replace(scope.parallel, residual="replicated", logits="gathered")
+        scope = dataclasses.replace(scope, parallel=parallel)
+        if isinstance(self.config, Eagle3Config):
+            return Eagle3Head(self.config, scope=scope)
+        return MTPHead(self.config, scope=scope)
+
+    def outline(self, scope: Scope) -> DraftHead:
+        """Return the head without values."""
+        return nnx.eval_shape(lambda: self.build(scope))
+
+    def abstract(self, scope: Scope, sharding: ShardingOf) -> AbstractModel:
+        """Return the head without values; see ``abstract_head``."""
+        return abstract_head(self.build, scope, sharding)
+
+    def check(self, head: AbstractModel, target: Listings) -> None:
+        """Compare the tensors of the checkpoint with those that the head needs, before any expensive work.
+
+        Args:
+            head: The head without values.
+            target: Forms in which checkpoints may have the target's tensors.
+
+        Raises:
+            ConfigError: It lost its MTP layer.
+            CheckpointError: Files or tensors are missing, damaged, unexpected or of the wrong shape.
+        """
+        is_own = isinstance(self.config, Eagle3Config)
+        with open_checkpoint(self.directory, None if is_own else target, self.load_format) as reader:
+            if isinstance(self.config, SparseConfig):
+                check_has_layer(self.config, reader.tensors, self.directory)
+            check_recipes(reader.tensors, head.recipes_for(reader.tensors), head.ignored if is_own else [".*"])
+
+    def load(self, head: AbstractModel, target: Listings) -> tuple[jax.Array, ...]:
+        """Read the head's parameters onto devices; see ``load_weights``."""
+        whole = None if isinstance(self.config, Eagle3Config) else target
+        return load_weights(self.directory, head, whole, self.load_format)
+
+
+def find_head(method: str, directory: Path, target: ModelConfig, load_format: str = "auto") -> HeadSource:
+    """Return the draft head of a method.
+
+    Args:
+        method: ``mtp`` or ``eagle3``.
+        directory: The head's directory; for ``mtp`` the target's.
+        target: The target.
+        load_format: As in ``EngineConfig``.
+
+    Raises:
+        ConfigError: The target has no such layer, or the head is not one of this target.
+        CheckpointError: The head's checkpoint cannot be read.
+    """
+    config = mtp_config(target) if method == "mtp" else read_eagle3(directory, target, load_format)
+    return HeadSource(directory, config, load_format)

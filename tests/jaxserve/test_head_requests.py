@@ -1,0 +1,177 @@
+"""Requests with draft heads, end to end: the answers of the model alone, and drafts that depend on the tokens alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.api.metric_types import Counter
+from jaxserve.device.head_states import HeadStates
+from jaxserve.layers.attention import AttentionSettings, choose_attention
+from jaxserve.models.causal_lm import CausalLM, TokenBatch
+from jaxserve.models.drafters.draft_head import DraftHead
+from jaxserve.models.loading import load_model
+from pallas_kernels import AttentionBatch
+from tests.draft_heads import HEAD, load_head, write_eagle3, write_mtp
+from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint, write_tokenizer
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "block_size": 8,
+    "max_num_batched_tokens": 48,
+    "num_gpu_blocks_override": 80,
+    "compilation_cache_dir": "",
+}
+VOCAB, LONGEST, NUM_DRAFTS = 360, 64, 3
+PROMPTS = [{"prompt_token_ids": [*range(3, 3 + length)]} for length in (4, 10, 17, 22)]
+"""More than a step holds, so that one is computed in chunks."""
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
+
+
+def foreseeable(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A model whose next token depends on the latest one above all, and an MTP layer that looks at it alike."""
+    layer, size = "model.layers.2", 16
+    weak = {name: tensor / 8 for name, tensor in tensors.items() if "o_proj" in name or "down_proj" in name}
+    projection = np.concatenate([np.eye(size), tensors[f"{layer}.eh_proj.weight"][:, size:] / 8], 1)
+    norms = {f"{layer}.enorm.weight": np.ones(size), f"{layer}.shared_head.norm.weight": tensors["model.norm.weight"]}
+    changed = {**weak, **norms, f"{layer}.eh_proj.weight": projection}
+    return {**tensors, **{name: tensor.astype(np.float32) for name, tensor in changed.items()}}
+
+
+class Pair:
+    """A model with a head, the answers of the model alone, and an engine with the head."""
+
+    def __init__(self, directory: Path, method: str):
+        self.method, self.model = method, directory / "model"
+        self.model.mkdir()
+        if method == "mtp":
+            self.head = self.model
+            tensors = write_mtp(self.model, {**DEEPSEEK, "vocab_size": VOCAB})
+            save_file(foreseeable(tensors), self.model / "model.safetensors")
+        else:
+            self.head = directory / "head"
+            write_checkpoint(self.model, {**LLAMA, "num_hidden_layers": 8, "vocab_size": VOCAB}, 0)
+            write_eagle3(self.head, {**HEAD, "vocab_size": VOCAB, "draft_vocab_size": 200})
+        write_tokenizer(self.model)
+        with LLM(str(self.model), **SETTINGS) as alone:
+            self.greedy, self.sampled = (self.answers(alone, **options) for options in ({"temperature": 0.0}, SAMPLED))
+        named = {} if method == "mtp" else {"model": str(self.head)}
+        speculation = {"method": method, "num_speculative_tokens": NUM_DRAFTS, **named}
+        self.llm = LLM(str(self.model), **SETTINGS, speculative_config=speculation)
+
+    @staticmethod
+    def answers(llm: LLM, **options: Any) -> list[list[int]]:
+        """Tokens of each prompt's completion."""
+        params = SamplingParams(max_tokens=40, ignore_eos=True, **options)
+        return [list(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+    def counts(self) -> np.ndarray:
+        """Drafts and accepted drafts so far."""
+        found = {each.name: each for each in self.llm.get_metrics()}
+        names = ("num_draft_tokens", "num_accepted_tokens")
+        counters = [found[f"jaxserve:spec_decode_{name}"] for name in names]
+        return np.array([each.value for each in counters if isinstance(each, Counter)])
+
+
+@pytest.fixture(scope="module", params=["mtp", "eagle3"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    made = Pair(tmp_path_factory.mktemp(request.param), request.param)
+    with made.llm:
+        yield made
+
+
+def test_answers_are_those_without_a_head_and_drafts_the_same_from_the_cache(pair: Pair) -> None:
+    """Greedy and sampled; what is cached, and what its pages held before, changes no draft."""
+    counts = [pair.counts()]
+    for _ in range(2):
+        assert pair.answers(pair.llm, temperature=0.0) == pair.greedy
+        counts.append(pair.counts())
+    assert pair.answers(pair.llm, **SAMPLED) == pair.sampled
+    (drafted, accepted), again = counts[1] - counts[0], counts[2] - counts[1]
+    assert (drafted, accepted) == tuple(again) and drafted > 200
+    assert accepted > 40 or pair.method != "mtp"
+
+
+def test_drafts_on_the_device_are_those_of_the_whole_text(pair: Pair) -> None:
+    """Whatever was rejected, computed in chunks or cached on the way."""
+    target, head = load_model(pair.model), load_head(pair.method, pair.head, pair.model)
+    for num_tokens in (9, 20):
+        stops = [answer[num_tokens] for answer in pair.greedy]
+        params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop_token_ids=[s]) for s in stops]
+        pair.llm.generate(PROMPTS, params, use_tqdm=False)
+        latest = pair.llm.engine.replicas[0].runner._stages[-1].state.latest  # type: ignore[attr-defined]
+        checked = 0
+        for slot, position in enumerate(np.asarray(latest.positions)):
+            for prompt, answer in zip(PROMPTS, pair.greedy, strict=True):
+                text = [*prompt["prompt_token_ids"], *answer]
+                begin = text[: position + 1]
+                if position >= len(prompt["prompt_token_ids"]) and begin[-1] == latest.token_ids[slot]:
+                    drafts = offline_drafts(target, head, begin)
+                    checked += drafts == np.asarray(latest.drafts[slot]).tolist()
+        assert checked == len(PROMPTS)
+
+
+def offline_drafts(target: CausalLM, head: DraftHead, tokens: list[int]) -> list[int]:
+    """The drafts after these tokens, from one pass over them for each."""
+    padded = np.zeros(LONGEST, np.int32)
+    padded[: len(tokens)] = tokens
+    states = seen_states(target, head, padded)
+    before = np.zeros_like(states)
+    before[1 : len(tokens)] = states[: len(tokens) - 1]
+    drafts = []
+    for index in range(len(tokens) - 1, len(tokens) - 1 + NUM_DRAFTS):
+        token, state = draft_at(target, head, padded, before, index)
+        drafts.append(int(token))
+        padded[index + 1], before[index + 1] = token, state
+    return drafts
+
+
+def row_of(tokens: np.ndarray) -> TokenBatch:
+    """One sequence in one page."""
+    positions, zero = jnp.arange(LONGEST), jnp.zeros(1, jnp.int32)
+    length, pages = jnp.array([LONGEST]), jnp.zeros(LONGEST, jnp.int32)
+    row = AttentionBatch(zero[None], length, zero, length, jnp.int32(1), pages, positions, jnp.int32(0))
+    return TokenBatch(jnp.asarray(tokens), positions, jnp.full(LONGEST, LONGEST), (row,))
+
+
+def pools_of(module: CausalLM | DraftHead) -> tuple[list[Any], AttentionSettings]:
+    """Empty pools, and settings of attention."""
+    kernel = choose_attention(jax.devices()[0], "float32", "xla", module.kv_specs[0].operation, page_size=LONGEST)
+    specs = (kernel.implementation.pool_specs(1, LONGEST, spec.num_kv_heads, spec.head_dim) for spec in module.kv_specs)
+    pools = [tuple(jnp.zeros(array.shape) for array in arrays) for arrays in specs]
+    return pools, AttentionSettings(kernel.implementation, LONGEST, decode_only=False)
+
+
+def seen_states(target: CausalLM, head: DraftHead, tokens: np.ndarray) -> np.ndarray:
+    pools, settings = pools_of(target)
+    found = target.hidden(row_of(tokens), pools, settings, aux_layers=head.aux_layers)
+    return np.array(head.seen_state(target, found.x, found.aux))
+
+
+def draft_at(
+    target: CausalLM, head: DraftHead, tokens: np.ndarray, before: np.ndarray, index: int
+) -> tuple[np.ndarray, np.ndarray]:
+    pools, settings = pools_of(head)
+    batch = row_of(tokens)
+    found = head.hidden(head.embedded(target, batch.tokens), jnp.asarray(before), batch, pools, settings)
+    last = found.x[index : index + 1]
+    return np.asarray(jnp.argmax(head.logits(target, last))), np.asarray(head.next_state(last)[0])
+
+
+def test_a_row_begins_with_the_state_of_the_token_before_it() -> None:
+    """That of its slot, or where a page begins that of the page before; none where a context begins."""
+    states = HeadStates(jnp.arange(4.0)[:, None], 10 + jnp.arange(6.0)[:, None])
+    table = jnp.array([[5, 2], [4, 1], [3, 0]])
+    found = states.before(jnp.array([8, 3, 0]), jnp.array([2, 1, 0]), table, 8)
+    assert found[:, 0].tolist() == [15.0, 1.0, 0.0]
+    tokens, positions = jnp.array([[20.0], [21.0], [22.0]]), jnp.array([6, 7, 8])
+    kept = states.updated(tokens, positions, jnp.array([5, 5, 2]), jnp.array([1]), jnp.array([3]), 8)
+    assert kept.slots[:, 0].tolist() == [0.0, 1.0, 2.0, 21.0]
+    assert kept.pages[:, 0].tolist() == [10.0, 11.0, 12.0, 13.0, 14.0, 21.0]
