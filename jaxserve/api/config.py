@@ -225,16 +225,16 @@ class EngineConfig:
         return 0 if self.speculative_config is None else self.speculative_config["num_speculative_tokens"]
 
     @property
-    def adapts_drafts(self) -> bool:
-        """Whether steps verify fewer draft tokens where that is faster."""
-        config = self.speculative_config
-        return config is not None and config.get("enable_adaptive_verification", True)
-
-    @property
     def num_device_drafts(self) -> int:
         """Drafts that a model on the device makes per sequence and step; 0 without one."""
         is_on_device = self.speculative_config is not None and self.speculative_config["method"] in DEVICE_METHODS
         return self.num_speculative_tokens if is_on_device else 0
+
+    @property
+    def adapts_drafts(self) -> bool:
+        """Whether steps verify fewer draft tokens where that is faster."""
+        config = self.speculative_config
+        return config is not None and config.get("enable_adaptive_verification", True)
 
     @property
     def is_pooling(self) -> bool:

@@ -130,7 +130,7 @@ class DraftLengths:
     Args:
         max_drafts: Most drafts per row.
         is_adaptive: Whether to choose; if not, each row verifies all its drafts.
-        can_wait: Whether plans can wait; not in a pipeline, and not for drafts that a model makes on the device.
+        can_wait: Whether plans can wait for tokens: not in a pipeline, nor for drafts that are made on the device.
     """
 
     def __init__(self, max_drafts: int, is_adaptive: bool, can_wait: bool):

@@ -75,10 +75,12 @@ def add_drafts(
             for sequence, drafts in zip(sequences, usable, strict=True)
         ]
         lengths, step.waits = chooser.choose(proposed, budget)
-        if any(lengths):
+        if any(lengths) or limits.num_lookahead:
             step.proposed = dict(zip(sequences, proposed, strict=True))
             rows = zip(sequences, usable, lengths, strict=True)
-            _write(step, [_reserve(*each, step, pages, limits.num_lookahead) for each in rows])
+            kept = [_reserve(*row, step, pages, limits.num_lookahead) for row in rows]
+            if any(kept):
+                _write(step, kept)
     return found is not None
 
 
@@ -187,7 +189,7 @@ def _reserve(
 ) -> list[int]:
     """Return the drafts that fit into a sequence's pages, at most ``most``; reserve these, with their masks.
 
-    Pages for ``num_lookahead`` tokens after the drafts are allocated too.
+    Pages for ``num_lookahead`` more tokens are reserved if there are any.
     """
     token_ids, start = drafts.token_ids[:most], sequence.num_computed
     end = start + len(token_ids)

@@ -205,7 +205,7 @@ def test_a_draft_model_is_planned(small_model: Path) -> None:
         ({"draft_sample_method": "best"}, "draft_sample_method: expected one of probabilistic, greedy, got 'best'"),
         ({"model": 3}, "speculative_config.model: expected a text, got 3"),
         ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size=2: .* expected 1"),
-        ({"prompt_lookup_max": 2}, "expected method, num_speculative_tokens, .* model, .*got 'prompt_lookup_max'"),
+        ({"prompt_lookup_max": 2}, "expected method, num_speculative_tokens, .*model, .*got 'prompt_lookup_max'"),
     ],
 )
 def test_what_a_draft_model_cannot_be(keys: dict[str, Any], message: str) -> None:

@@ -137,8 +137,8 @@ WRONG = [
         "speculative_config.method: expected one of grammar, ngram, suffix, draft_model, eagle3, mtp, got None",
     ),
     (
-        {"speculative_config": {"method": "eagle"}},
-        "speculative_config.method: expected one of grammar, ngram, suffix, draft_model, eagle3, mtp, got 'eagle'",
+        {"speculative_config": {"method": "eagle9"}},
+        "speculative_config.method: expected one of grammar, ngram, suffix, draft_model, eagle3, mtp, got 'eagle9'",
     ),
     ({"speculative_config": {"method": ["ngram"]}}, r"speculative_config.method: .*got \['ngram'\]"),
     (
