@@ -101,9 +101,8 @@ class EngineConfig:
             its most likely tokens (``greedy``); requests with structured outputs take what their grammar forces alone.
             With ``deterministic``, completions are bit for bit those without drafts; otherwise drafts affect them no
             more than other requests in a batch do. With every method, tokens that a grammar or a thinking budget forces
-            are drafts too; with ``grammar``, only these are. Each step
-            verifies fewer drafts, or none, where that is faster by measured times and acceptance;
-            ``enable_adaptive_verification: false`` always verifies all.
+            are drafts too; with ``grammar``, only these are. Each step verifies fewer drafts, or none, where that is
+            faster by measured times and acceptance; ``enable_adaptive_verification: false`` always verifies all.
         spec_method: Short for the key ``method`` of ``speculative_config``.
         spec_model: Short for its key ``model``.
         spec_tokens: Short for its key ``num_speculative_tokens``.

@@ -86,9 +86,14 @@ class SchedulerLimits(NamedTuple):
     num_stages: int = 1
     admits_whole: bool = False
     max_step_samples: int | None = None
+    adapts_drafts: bool = False
     num_lookahead: int = 0
     shares_parts: bool = True
-    adapts_drafts: bool = False
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether a plan can wait for the tokens before it, to have better drafts of the host."""
+        return self.num_stages == 1 and not self.num_lookahead
 
 
 class SlotSetup(NamedTuple):
