@@ -175,6 +175,7 @@ class ContextPages:
         allocator: Allocator of the pages of all page tables.
         windows: Sliding window of each page table; None for full attention.
         shares_parts: Whether a context may begin with a copy of a cached page that is not full.
+        num_lookahead: Tokens after those of a row that a drafter on the device takes in.
 
     Attributes:
         cache: Prefix cache lookups and registrations.
@@ -183,8 +184,13 @@ class ContextPages:
     """
 
     def __init__(
-        self, allocator: PageAllocator, windows: Iterable[KVWindow | None] = (None,), shares_parts: bool = True
+        self,
+        allocator: PageAllocator,
+        windows: Iterable[KVWindow | None] = (None,),
+        shares_parts: bool = True,
+        num_lookahead: int = 0,
     ):
+        self._num_lookahead = num_lookahead
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._allocator, self._shares_parts = allocator, shares_parts
@@ -286,6 +292,10 @@ class ContextPages:
             pass
         return min(end, sequence.num_pages * self._page_size)
 
+    def with_lookahead(self, sequence: Sequence, end: int) -> int:
+        """Return the position up to which a sequence with tokens up to ``end`` should have pages if any are free."""
+        return max(end, min(end + self._num_lookahead, sequence.max_length - 1))
+
     def grants(self, sequence: Sequence) -> list[PageGrant]:
         """Return the page table updates that the device has not seen: each from the first changed page on."""
         grants: list[PageGrant] = []
@@ -297,7 +307,9 @@ class ContextPages:
         return grants
 
     def shrink(self, sequence: Sequence) -> None:
-        """Free the pages of a decoding sequence after its known and pending tokens."""
+        """Free the pages of a decoding sequence after its known and pending tokens, unless a drafter writes there."""
+        if self._num_lookahead:
+            return
         num_kept = self._allocator.pages_for(sequence.num_computed + 1)
         for table in sequence.tables:
             if len(table.pages) > num_kept:

@@ -78,7 +78,7 @@ def add_drafts(
         if any(lengths) or limits.num_lookahead:
             step.proposed = dict(zip(sequences, proposed, strict=True))
             rows = zip(sequences, usable, lengths, strict=True)
-            kept = [_reserve(*row, step, pages, limits.num_lookahead) for row in rows]
+            kept = [_reserve(*row, step, pages) for row in rows]
             if any(kept):
                 _write(step, kept)
     return found is not None
@@ -126,12 +126,9 @@ def finish_drafts(proposer: DraftProposer, sequence: Sequence) -> bool:
 
 
 def drop_rejected(
-    step: Step, tokens: list[list[int]], pages: ContextPages | None, counts: DraftCounts, chooser: DraftLengths
+    step: Step, tokens: list[list[int]], pages: ContextPages, counts: DraftCounts, chooser: DraftLengths
 ) -> None:
-    """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``.
-
-    Sequences keep all ``pages`` if that is None: a drafter on the device writes past them.
-    """
+    """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``."""
     accepted = list[int]()
     for num_samples, sequence, new in zip(step.plan.num_samples, step.sequences, tokens, strict=True):
         if num_samples <= 1 or sequence.finish_reason is not None:
@@ -150,8 +147,7 @@ def drop_rejected(
         sequence.num_pending -= num_rejected
         if sequence.slot >= 0:
             sequence.num_computed -= num_rejected
-            if pages is not None:
-                pages.shrink(sequence)
+            pages.shrink(sequence)
     counts.num_drafts += len(accepted)
     for num_accepted, num_rows in collections.Counter(accepted).items():
         for position in range(num_accepted):
@@ -184,18 +180,12 @@ def _usable(sequence: Sequence, proposed: list[int], most: int) -> ConstrainedDr
     return drafts
 
 
-def _reserve(
-    sequence: Sequence, drafts: ConstrainedDrafts, most: int, step: Step, pages: ContextPages, num_lookahead: int
-) -> list[int]:
-    """Return the drafts that fit into a sequence's pages, at most ``most``; reserve these, with their masks.
-
-    Pages for ``num_lookahead`` more tokens are reserved if there are any.
-    """
+def _reserve(sequence: Sequence, drafts: ConstrainedDrafts, most: int, step: Step, pages: ContextPages) -> list[int]:
+    """Return the drafts that fit into a sequence's pages, at most ``most``; reserve these, with their masks."""
     token_ids, start = drafts.token_ids[:most], sequence.num_computed
     end = start + len(token_ids)
-    wanted = min(end + num_lookahead, sequence.max_length - 1)
-    if wanted > sequence.decode_limit:
-        pages.grow_to(sequence, wanted)
+    if pages.with_lookahead(sequence, end) > sequence.decode_limit:
+        pages.grow_to(sequence, pages.with_lookahead(sequence, end))
         step.plan.grants += pages.grants(sequence)
         end = min(end, sequence.decode_limit)
         token_ids = token_ids[: end - start]

@@ -86,9 +86,9 @@ class SchedulerLimits(NamedTuple):
     num_stages: int = 1
     admits_whole: bool = False
     max_step_samples: int | None = None
+    adapts_drafts: bool = False
     num_lookahead: int = 0
     shares_parts: bool = True
-    adapts_drafts: bool = False
 
     @property
     def can_wait(self) -> bool:

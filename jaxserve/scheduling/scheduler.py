@@ -82,7 +82,7 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
         self.limits = limits
         self.allocator = allocator
-        self.pages = ContextPages(allocator, limits.windows, limits.shares_parts)
+        self.pages = ContextPages(allocator, limits.windows, limits.shares_parts, limits.num_lookahead)
         self._queues = SequenceQueues(limits.max_num_seqs)
         self.waiting, self.running = self._queues.waiting, self._queues.running
         self.num_preemptions = 0
@@ -158,8 +158,7 @@ class Scheduler:
         if plan.pooling or plan.targets:
             step.scored, step.pooled = step.scored_rows(), self._end_pooled(step.pooled_rows())
         if plan.has_drafts:
-            pages = None if self.limits.num_lookahead else self.pages
-            drop_rejected(step, tokens, pages, self.draft_counts, self.draft_lengths)
+            drop_rejected(step, tokens, self.pages, self.draft_counts, self.draft_lengths)
         sampled, previous_s, num_more = step.sampled, step.previous_s, 0
         for sequence, num_samples, new in zip(step.sequences, plan.num_samples, tokens, strict=True):
             if not num_samples or sequence.finish_reason is not None:
@@ -351,8 +350,8 @@ class Scheduler:
         end = min(len(sequence.token_ids), start + min(budget, self.limits.long_prefill_token_threshold or budget))
         if not step.has_room(is_member=end == len(sequence.token_ids)):
             return 0
-        wanted = end + self.limits.num_lookahead if end == len(sequence.token_ids) else end
-        end = min(end, self.pages.grow_to(sequence, max(end, min(wanted, sequence.max_length - 1))))
+        wanted = self.pages.with_lookahead(sequence, end) if end == len(sequence.token_ids) else end
+        end = min(end, self.pages.grow_to(sequence, wanted))
         step.plan.grants += self.pages.grants(sequence)
         if end <= start:
             return 0

@@ -67,6 +67,12 @@ def without_drafts(layout: str) -> list[RequestOutput]:
 
 
 LAYOUTS = {"split logits": {"tensor_parallel_size": 2, "layout": "split_logits"}}
+METHODS: list[dict[str, Any]] = [
+    {"method": "grammar"},
+    {"method": "ngram"},
+    {"method": "suffix"},
+    {"method": "draft_model", "model": "demo"},
+]
 RUNS: dict[str, dict[str, Any]] = {
     "overlapping": {"async_scheduling": True},
     "one step at a time": {"async_scheduling": False},
@@ -97,6 +103,16 @@ def test_drafts_change_no_answer(run: Run, kind: str, request: pytest.FixtureReq
     check_same(run.answers(kind, MASKED, PROMPTS), expected)
     drafted, accepted = (after - one for after, one in zip(counts(run), before, strict=True))
     assert drafted > 30 and accepted >= drafted * {"right": 1.0, "none": 0.9}.get(kind, 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", METHODS, ids=lambda config: config["method"])
+def test_methods_change_no_answer(config: dict[str, Any]) -> None:
+    made = Run(speculative_config={"num_speculative_tokens": 5, **config}, reasoning_parser="think")
+    for _ in range(2):
+        check_same(made.answers("none", MASKED, PROMPTS), without_drafts("overlapping"))
+    assert counts(made)[1] > 30 and made.counter("compiles_after_ready") == 0
+    made.engine.close()
 
 
 def counts(run: Run) -> tuple[float, float]:

@@ -56,8 +56,7 @@ OTHERS = [
 def drafting(directory: str | Path, **keys: Any) -> dict[str, Any]:
     """The settings of a draft model, all of whose drafts are verified, whatever it costs."""
     config = {"method": "draft_model", "model": str(directory), "num_speculative_tokens": NUM_DRAFTS}
-    config |= {"enable_adaptive_verification": False}
-    return {"speculative_config": config | keys}
+    return {"speculative_config": {**config, "enable_adaptive_verification": False, **keys}}
 
 
 def answers(engine: Engine, params: list[SamplingParams], keeps_cache: bool = False) -> list[RequestOutput]:
@@ -205,7 +204,7 @@ def test_a_draft_model_is_planned(small_model: Path) -> None:
         ({"draft_sample_method": "best"}, "draft_sample_method: expected one of probabilistic, greedy, got 'best'"),
         ({"model": 3}, "speculative_config.model: expected a text, got 3"),
         ({"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size=2: .* expected 1"),
-        ({"prompt_lookup_max": 2}, "expected method, num_speculative_tokens, .*model, .*got 'prompt_lookup_max'"),
+        ({"prompt_lookup_max": 2}, "expected method, num_speculative_tokens, .*, model, .*got 'prompt_lookup_max'"),
     ],
 )
 def test_what_a_draft_model_cannot_be(keys: dict[str, Any], message: str) -> None:

@@ -71,11 +71,11 @@ class Proposer(NoState):
 
 
 class Run:
-    """An engine with a proposer, and requests of names that come again in each run."""
+    """An engine with the proposer, or settings of its own, and requests of names that come again in each run."""
 
     def __init__(self, **settings: Any):
         self.proposer = Proposer()
-        with self.proposing():
+        with contextlib.nullcontext() if "speculative_config" in settings else self.proposing():
             self.started: StartedEngine = start_engine(EngineConfig(**{**SETTINGS, **settings}))
         self.engine = self.started.engine
 

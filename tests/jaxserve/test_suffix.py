@@ -211,6 +211,25 @@ def test_drafts_come_from_the_prompt_too_and_reach_past_steps_in_flight(library:
 
 
 @each_library
+def test_a_loop_goes_on_with_its_drafts(library: ctypes.CDLL | None) -> None:
+    assert proposed(make(library), decoding([5, 7, 7, 7, 7])) == [7, 7, 7]
+    assert proposed(make(library), decoding([5, *[1, 2, 3] * 4])) == [1, 2, 3] * 3
+
+
+@each_library
+def test_a_text_that_comes_again_is_followed_through_a_loop_that_many_texts_have(library: ctypes.CDLL | None) -> None:
+    proposer, loop = make(library, num_speculative_tokens=8), [1, 2] * 20
+    texts = [[*range(1000 * i, 1000 * i + 24), *loop, *range(1000 * i + 100, 1000 * i + 110)] for i in range(1, 31)]
+    for text in texts:
+        add_past(proposer, text)
+    for text in texts[::7]:
+        sequence = decoding(text[:24])
+        for length in range(24, len(text) - 8):
+            sequence.token_ids[:] = text[:length]
+            assert proposed(proposer, sequence) == text[length : length + 8]
+
+
+@each_library
 def test_a_draft_ends_where_the_share_of_texts_that_go_on_so_is_too_small(library: ctypes.CDLL | None) -> None:
     texts = [[1, 2, 3, 4, 7, number] for number in range(10, 18)] + [[1, 2, 3, 4, 9, 9]] * 2
     for least, expected in ((0.1, [7, 17]), (0.2, [7]), (0.9, [])):

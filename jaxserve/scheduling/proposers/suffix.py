@@ -26,7 +26,8 @@ class SuffixProposer:
     """Proposes what followed the longest earlier occurrence of a sequence's last tokens.
 
     Occurrences are those in its own prompt and output, and in the outputs of finished sequences with the same
-    ``cache_root``. If continuations differ, the most frequent one counts, and its share is its probability.
+    ``cache_root``. If continuations differ, the most frequent one counts, and its share is its probability. A text that
+    repeats a past output keeps to it as long as both agree, however many others look alike there.
 
     Args:
         config: The checked ``speculative_config``.

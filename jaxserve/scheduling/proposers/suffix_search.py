@@ -8,7 +8,7 @@ import dataclasses
 from array import array
 from typing import NamedTuple
 
-from jaxserve.scheduling.proposers.token_index import TokenIndex
+from jaxserve.scheduling.proposers.token_index import LONGEST_MATCH, TokenIndex
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Rules:
     """How far a continuation goes.
 
     Attributes:
-        depth: Most tokens of a text that are looked up.
+        depth: Longest match that counts.
         least: Share of all occurrences that must go on with a token.
         lengths: Most drafts after a match of each length, up to the depth.
     """
@@ -58,20 +58,23 @@ class PlainSearch:
         return [self._continuation(row) for row in rows]
 
     def _continuation(self, row: Row) -> list[int]:
-        rules, own = self._rules, row.own
+        rules, own, past = self._rules, row.own, self._past
+        cursor = past.follow(own.cursor, [token + row.offset for token in row.new])
         if row.new:
             own.write(own.end, row.new, row.offset)
-        length = min(rules.depth, own.end)
-        context = own.following(own.end - length, length)
-        best, best_score = list[int](), 0.0
-        for index in (own, self._past):
-            places, match = index.places(context)
-            count = rules.lengths[match]
+        end, best, best_score, best_match = own.end, list[int](), 0.0, 0
+        length = min(end, max(rules.depth, LONGEST_MATCH))
+        context = own.following(end - length, length)
+        in_past = past.places(context, cursor)
+        own.cursor = in_past[0][0] if in_past[0] else 0
+        for index, (places, match) in ((own, own.places(context)), (past, in_past)):
+            count = rules.lengths[min(match, rules.depth)]
             if count:
-                options = [index.following(place, row.num_in_flight + count) for place in places]
-                found, score = _follow(options, row.num_in_flight, rules.least)
-                if score > best_score:
-                    best, best_score = found, score
+                most = row.num_in_flight + count
+                options = [index.following(place, min(most, end - place) if index is own else most) for place in places]
+                drafts, score = _follow(options, most, row.num_in_flight, rules.least)
+                if (score, match) >= (best_score, best_match):
+                    best, best_score, best_match = drafts, score, match
         return [value - row.offset for value in best]
 
 
@@ -115,14 +118,15 @@ class _Rules(ctypes.Structure):
     _fields_ = [("depth", ctypes.c_int64), ("least", ctypes.c_double), ("lengths", ctypes.c_void_p)]
 
 
-def _follow(options: list[list[int]], num_known: int, least: float) -> tuple[list[int], float]:
+def _follow(options: list[list[int]], most: int, num_known: int, least: float) -> tuple[list[int], float]:
     """Return the most frequent continuation, and its expected number of right tokens.
 
-    It ends where its share of all options falls below ``least``. The first ``num_known`` tokens do not count.
+    It ends where its share of all options falls below ``least``. The first ``num_known`` tokens do not count. Where an
+    option ends, it goes on with the continuation.
     """
     total, found, num_right = len(options), list[int](), 0
-    for place in range(max(map(len, options))):
-        column = [option[place] for option in options]
+    for place in range(most):
+        column = [option[place] if place < len(option) else found[place - len(option)] for option in options]
         token = max(column, key=column.count)
         options = [option for option, here in zip(options, column, strict=True) if here == token]
         if not token or len(options) / total < least:

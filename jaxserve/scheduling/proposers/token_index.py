@@ -21,6 +21,8 @@ _WORD = (1 << 64) - 1
 _POWERS = {size: [pow(_MULTIPLIER, power, 1 << 64) for power in range(size, 0, -1)] for size in SIZES}
 _MAX_VISITS = 32
 _MAX_PLACES = 16
+LONGEST_MATCH = 256
+"""Longest match by which places are told apart."""
 _FEW_TOKENS = 24  # up to which single writes are faster than NumPy
 
 
@@ -61,7 +63,7 @@ class TokenIndex:
         self._earlier = [np.zeros(num_slots, np.int32) for _ in SIZES]  # of a run's last slot: the earlier place, or 0
         self._latest = [np.zeros(num_slots, np.int32) for _ in SIZES]  # of a bucket: the latest place, or 0
         addresses = [each.ctypes.data for each in (self._tokens, *self._earlier, *self._latest)]
-        fields = np.array([num_slots, 0, *addresses], np.int64)
+        fields = np.array([num_slots, 0, 0, *addresses], np.int64)
         self._fields, self.address = fields.data, fields.ctypes.data
         # Single items of a memoryview are read three times as fast as those of an array.
         self._token = self._tokens.data
@@ -74,6 +76,15 @@ class TokenIndex:
     def end(self) -> int:
         """Slot after the last token written."""
         return self._fields[1]
+
+    @property
+    def cursor(self) -> int:
+        """Of the index of a text: the place in past outputs that it goes on from; 0: none."""
+        return self._fields[2]
+
+    @cursor.setter
+    def cursor(self, place: int) -> None:
+        self._fields[2] = place
 
     @property
     def num_bytes(self) -> int:
@@ -113,21 +124,26 @@ class TokenIndex:
         """Return at most ``count`` tokens from a place on; 0 ends a text."""
         return self._token[place : place + count].tolist()
 
-    def places(self, context: list[int]) -> tuple[list[int], int]:
+    def follow(self, place: int, tokens: list[int]) -> int:
+        """Return the place after some tokens that are at a place, and 0 if others are."""
+        return place + len(tokens) if place and self.following(place, len(tokens)) == tokens else 0
+
+    def places(self, context: list[int], cursor: int = 0) -> tuple[list[int], int]:
         """Find where the longest known end of a text occurred.
 
         Args:
             context: The last tokens of a text, as many as may match. If the text is this index's own, its end does not
                 count as an occurrence.
+            cursor: A place to look at first; 0: none.
 
         Returns:
-            At most 16 places, the latest first, and the number of tokens that match there.
+            At most 16 places, the latest first after the cursor, and the number of tokens that match there.
         """
         for size, earlier, latest in self._links:
             if len(context) < size:
                 continue
             run = context[-size:]
-            places = self._visit(latest[self._bucket(run, size)], run, earlier)
+            places = self._visit(latest[self._bucket(run, size)], run, earlier, cursor)
             if places:
                 return self._longest(places, size, context)
         return [], 0
@@ -135,19 +151,21 @@ class TokenIndex:
     def _bucket(self, run: list[int], size: int) -> int:
         return (sum(map(mul, run, _POWERS[size])) & _WORD) >> self._shift
 
-    def _visit(self, place: int, run: list[int], earlier: Any) -> list[int]:
-        """Return the places of a run in its bucket, from the latest in the bucket on, without the end of the ring."""
-        token, size, end, age, found = self._token, len(run), self.end, -1, list[int]()
+    def _visit(self, place: int, run: list[int], earlier: Any, cursor: int) -> list[int]:
+        """Return the places of a run: the cursor, then those from the latest in the bucket on; not the ring's end."""
+        end, age, found = self.end, -1, [cursor] if self._is_here(cursor, run) else []
         for _ in range(_MAX_VISITS):
             previous_age, age = age, (end - place) % self.num_slots
-            if not place or age <= previous_age:  # a place that has been overwritten leads anywhere
-                break
-            if place != end and token[place - size : place].tolist() == run:
+            if not place or age <= previous_age or len(found) == _MAX_PLACES:
+                break  # a place that has been overwritten leads anywhere
+            if place != cursor and self._is_here(place, run):
                 found.append(place)
-                if len(found) == _MAX_PLACES:
-                    break
             place = earlier[place - 1]
         return found
+
+    def _is_here(self, place: int, run: list[int]) -> bool:
+        start = place - len(run)
+        return place != self.end and start >= 0 and self._token[start:place].tolist() == run
 
     def _longest(self, places: list[int], size: int, context: list[int]) -> tuple[list[int], int]:
         """Return those of the places where most tokens match, and how many do."""
