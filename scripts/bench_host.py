@@ -143,19 +143,23 @@ class Bench:
 
     def run(self, num_steps: int) -> None:
         """Measure some more steps."""
-        num_measured = 0
+        num_measured, elapsed, parts = 0, 0.0, self._clock.parts
+        parts.clear()
         while num_measured < num_steps:
-            self._clock.parts.clear()
             rows = self._scheduler.num_decode_rows
             start = time.perf_counter()
             self._engine.step()
-            elapsed = time.perf_counter() - start
+            elapsed += time.perf_counter() - start
             assert self._engine.num_unfinished, "fewer --steps: the requests have reached the longest context"
-            if self._scheduler.num_decode_rows - rows != self._num_rows:
-                continue  # prompts are still being computed
-            num_measured += 1
-            for name, values in self._times.items():
-                values.append(self._clock.parts.get(name, 0.0) if name != "step" else elapsed)
+            num_planned = self._scheduler.num_decode_rows - rows
+            if not num_planned and parts:
+                continue  # the engine has collected tokens that the next plan waits for
+            if num_planned == self._num_rows:  # else prompts are still being computed
+                num_measured += 1
+                for name, values in self._times.items():
+                    values.append(parts.get(name, 0.0) if name != "step" else elapsed)
+            elapsed = 0.0
+            parts.clear()
 
     def results(self) -> dict[str, Any]:
         """Return medians, and the 99th percentile of the total, in microseconds."""

@@ -118,8 +118,9 @@ def draft(
     first, seen = len(sharded.own_pools()), None
     run = _Run.of(sharded, arrays, rows, fields["variant"] if variant == "any" else jnp.int32(VARIANTS.index(variant)))
     if states is not None:
-        seen = run.seen(given, fields, states)
-        states = run.kept(states, seen.own, fields)
+        own = run.seen(given)
+        kept = run.kept(states, own, fields)
+        seen, states = _Seen(own, run.before(states._replace(pages=kept.pages), fields)), kept
     taken = run.take_in(fields, pools[first:], shape, seen)
     num_drafts = latest.drafts.shape[1]
     filled = jnp.zeros((num_drafts, shape.num_rows), jnp.int32).at[0].set(taken.token)
@@ -240,13 +241,16 @@ class _Run(NamedTuple):
         whole = sharded if sharded.parallel.residual_axis is None else sharded.with_whole_rows
         return cls(drafter.sharded.draft_head(own), whole.model(arrays), drafter, rows, variant)
 
-    def seen(self, given: StepTokens, fields: Mapping[str, Array], states: HeadStates) -> _Seen:
-        """Return the states of the step's tokens, and of those before its rows."""
+    def seen(self, given: StepTokens) -> Float[Array, "T D"]:
+        """Return the states of the step's tokens."""
         assert isinstance(self.model, DraftHead) and self.target is not None and given.hidden is not None
+        return self.model.seen_state(self.target, given.hidden, given.aux).astype(given.hidden.dtype)
+
+    def before(self, states: HeadStates, fields: Mapping[str, Array]) -> Float[Array, "R D"]:
+        """Return the states of the tokens before the rows; ``states`` have those of pages that the step fills, as a
+        row may begin after a page that another row of the same step fills."""
         page_size = self.drafter.sharded.page_size
-        own = self.model.seen_state(self.target, given.hidden, given.aux)
-        before = states.before(fields["starts"], fields["slots"], self.rows.page_table, page_size)
-        return _Seen(own.astype(before.dtype), before)
+        return states.before(fields["starts"], fields["slots"], self.rows.page_table, page_size)
 
     def kept(self, states: HeadStates, own: Float[Array, "T D"], fields: Mapping[str, Array]) -> HeadStates:
         """Return what a draft head keeps after the step, whose tokens have the states ``own``."""

@@ -90,6 +90,11 @@ class SchedulerLimits(NamedTuple):
     num_lookahead: int = 0
     shares_parts: bool = True
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether a plan can wait for the tokens before it, to have better drafts of the host."""
+        return self.num_stages == 1 and not self.num_lookahead
+
 
 class SlotSetup(NamedTuple):
     """Assigns a slot to a sequence.

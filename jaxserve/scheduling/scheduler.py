@@ -88,9 +88,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_decode_rows = 0
         self.draft_counts = DraftCounts()
-        self.draft_lengths = DraftLengths(
-            limits.max_draft_tokens, limits.adapts_drafts, can_wait=limits.num_stages == 1 and not limits.num_lookahead
-        )
+        self.draft_lengths = DraftLengths(limits.max_draft_tokens, limits.adapts_drafts, limits.can_wait)
         self.num_runnable = 0
         self.waits = False
         self.proposer = proposer

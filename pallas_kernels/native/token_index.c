@@ -82,26 +82,27 @@ static void visit(const Index *index, int s, const int64_t *run, int64_t cursor,
   }
 }
 
+// The number of tokens, at most `most`, that are the same before two slots.
+static int64_t num_same(const int64_t *one, const int64_t *other, int64_t most) {
+  enum { BLOCK = 32 };
+  int64_t count = 0;
+  while (count + BLOCK <= most && !memcmp(one - count - BLOCK, other - count - BLOCK, BLOCK * sizeof *one)) count += BLOCK;
+  while (count < most && one[-count - 1] == other[-count - 1]) count++;
+  return count;
+}
+
 // Finds where the longest known end of a text occurred: `end` is after its last token.
 static Found look_up(const Index *index, const int64_t *end, int64_t length, int64_t cursor) {
   Found found = {0};
-  for (int s = 0; s < NUM_SIZES && !found.count; s++) {
-    if (length < SIZES[s]) continue;
-    visit(index, s, end - SIZES[s], cursor, &found);
-    found.match = SIZES[s];
+  for (int s = 0; s < NUM_SIZES && !found.count; s++)
+    if (length >= SIZES[s]) visit(index, s, end - SIZES[s], cursor, &found);
+  int count = 0;
+  for (int i = 0; i < found.count; i++) {
+    const int64_t place = found.places[i], match = num_same(index->tokens + place, end, place < length ? place : length);
+    if (match > found.match) count = 0, found.match = match;
+    if (match == found.match) found.places[count++] = (int32_t)place;
   }
-  if (!found.count) return (Found){0};
-  for (; found.match < length; found.match++) {
-    int count = 0;
-    int32_t longer[MOST_PLACES];
-    for (int i = 0; i < found.count; i++) {
-      const int64_t before = found.places[i] - found.match - 1;
-      if (before >= 0 && index->tokens[before] == end[-found.match - 1]) longer[count++] = found.places[i];
-    }
-    if (!count) break;
-    memcpy(found.places, longer, (size_t)count * sizeof *longer);
-    found.count = count;
-  }
+  found.count = count;
   return found;
 }
 

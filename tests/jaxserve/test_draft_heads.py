@@ -18,7 +18,7 @@ from jaxserve.layers.attention import AttentionSettings, Pools, choose_attention
 from jaxserve.models.causal_lm import CausalLM, TokenBatch
 from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.models.drafters.eagle3_config import read_eagle3
-from jaxserve.models.drafters.mtp import mtp_config
+from jaxserve.models.drafters.mtp import MTP_ARCHITECTURES, mtp_config
 from jaxserve.models.layer_stack import HiddenStates
 from jaxserve.models.loading import load_model, read_model_config
 from pallas_kernels import AttentionBatch
@@ -149,6 +149,21 @@ def test_mtp_drafts_what_its_files_say(tmp_path: Path) -> None:
     assert_drafts(found, read, tokens, states)
     for broken in ((np.roll(tokens, 1), states), (tokens, np.roll(states, 1, 0)), (tokens, hidden)):
         assert np.abs(found[0][1:] - read(*broken)[0][1:]).max() > 0.1
+
+
+@pytest.mark.parametrize("architecture", MTP_ARCHITECTURES)
+def test_the_layer_is_the_familys_own(architecture: str, tmp_path: Path) -> None:
+    """All of its tensors are those of the layer after the model's last, which is like that."""
+    own = {"architectures": [architecture], "num_nextn_predict_layers": 1}
+    tensors = write_mtp(tmp_path, {**DEEPSEEK, **own})
+    head = load_head("mtp", tmp_path, tmp_path)
+    last, extra = (
+        {name.removeprefix(layer) for name in tensors if name.startswith(layer)}
+        for layer in ("model.layers.1.", "model.layers.2.")
+    )
+    names = {"enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head", "embed_tokens"}
+    assert extra == last | {f"{name}.weight" for name in names}
+    assert len(head.kv_specs) == 1
 
 
 # --------------------------------------------------------------------------------------------- bad input

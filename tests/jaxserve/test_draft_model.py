@@ -54,7 +54,7 @@ OTHERS = [
 
 
 def drafting(directory: str | Path, **keys: Any) -> dict[str, Any]:
-    """The settings of a draft model."""
+    """The settings of a draft model, all of whose drafts are verified, whatever it costs."""
     config = {"method": "draft_model", "model": str(directory), "num_speculative_tokens": NUM_DRAFTS}
     return {"speculative_config": {**config, "enable_adaptive_verification": False, **keys}}
 

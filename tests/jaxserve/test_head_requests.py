@@ -13,6 +13,8 @@ from safetensors.numpy import save_file
 from jaxserve import LLM, SamplingParams
 from jaxserve.api.metric_types import Counter
 from jaxserve.device.head_states import HeadStates
+from jaxserve.device.runner import LocalRunner
+from jaxserve.device.step_batch import LatestTokens
 from jaxserve.layers.attention import AttentionSettings, choose_attention
 from jaxserve.models.causal_lm import CausalLM, TokenBatch
 from jaxserve.models.drafters.draft_head import DraftHead
@@ -63,7 +65,8 @@ class Pair:
         with LLM(str(self.model), **SETTINGS) as alone:
             self.greedy, self.sampled = (self.answers(alone, **options) for options in ({"temperature": 0.0}, SAMPLED))
         named = {} if method == "mtp" else {"model": str(self.head)}
-        speculation = {"method": method, "num_speculative_tokens": NUM_DRAFTS, **named}
+        number = {"num_speculative_tokens": NUM_DRAFTS, "enable_adaptive_verification": False}
+        speculation = {"method": method, **number, **named}
         self.llm = LLM(str(self.model), **SETTINGS, speculative_config=speculation)
 
     @staticmethod
@@ -87,6 +90,26 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield made
 
 
+def test_drafts_on_the_device_are_those_of_the_whole_text(pair: Pair) -> None:
+    """Whatever was rejected, computed in chunks, cached or filled by another row of the same step on the way."""
+    target, head = load_model(pair.model), load_head(pair.method, pair.head, pair.model)
+    for num_tokens in (9, 20):
+        stops = [answer[num_tokens] for answer in pair.greedy]
+        params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop_token_ids=[s]) for s in stops]
+        pair.llm.generate(PROMPTS, params, use_tqdm=False)
+        latest = latest_tokens(pair.llm)
+        checked = 0
+        for slot, position in enumerate(np.asarray(latest.positions)):
+            for prompt, answer in zip(PROMPTS, pair.greedy, strict=True):
+                text = [*prompt["prompt_token_ids"], *answer]
+                begin = text[: position + 1]
+                if position >= len(prompt["prompt_token_ids"]) and begin[-1] == latest.token_ids[slot]:
+                    drafts = offline_drafts(target, head, begin)
+                    assert latest.drafts is not None
+                    checked += drafts == np.asarray(latest.drafts[slot]).tolist()
+        assert checked == len(PROMPTS)
+
+
 def test_answers_are_those_without_a_head_and_drafts_the_same_from_the_cache(pair: Pair) -> None:
     """Greedy and sampled; what is cached, and what its pages held before, changes no draft."""
     counts = [pair.counts()]
@@ -99,23 +122,11 @@ def test_answers_are_those_without_a_head_and_drafts_the_same_from_the_cache(pai
     assert accepted > 40 or pair.method != "mtp"
 
 
-def test_drafts_on_the_device_are_those_of_the_whole_text(pair: Pair) -> None:
-    """Whatever was rejected, computed in chunks or cached on the way."""
-    target, head = load_model(pair.model), load_head(pair.method, pair.head, pair.model)
-    for num_tokens in (9, 20):
-        stops = [answer[num_tokens] for answer in pair.greedy]
-        params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop_token_ids=[s]) for s in stops]
-        pair.llm.generate(PROMPTS, params, use_tqdm=False)
-        latest = pair.llm.engine.replicas[0].runner._stages[-1].state.latest  # type: ignore[attr-defined]
-        checked = 0
-        for slot, position in enumerate(np.asarray(latest.positions)):
-            for prompt, answer in zip(PROMPTS, pair.greedy, strict=True):
-                text = [*prompt["prompt_token_ids"], *answer]
-                begin = text[: position + 1]
-                if position >= len(prompt["prompt_token_ids"]) and begin[-1] == latest.token_ids[slot]:
-                    drafts = offline_drafts(target, head, begin)
-                    checked += drafts == np.asarray(latest.drafts[slot]).tolist()
-        assert checked == len(PROMPTS)
+def latest_tokens(llm: LLM) -> LatestTokens:
+    """What the device has of each slot."""
+    runner = llm.engine.replicas[0].runner
+    assert isinstance(runner, LocalRunner)
+    return runner._stages[-1].state.latest
 
 
 def offline_drafts(target: CausalLM, head: DraftHead, tokens: list[int]) -> list[int]:

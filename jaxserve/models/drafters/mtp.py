@@ -14,17 +14,14 @@ from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.sparse_mlp import replicated_linear
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.deepseek_v2 import DeepseekConfig
 from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.models.registry import family
 from jaxserve.models.sparse_decoder import SparseConfig
 
 MTP_ARCHITECTURES: Final = (
-    "DeepseekV32ForCausalLM",
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM",
-    "GlmMoeDsaForCausalLM",
 )
 """Architectures whose checkpoints have the layer as ``model.layers.{num_hidden_layers}``."""
 _PER_LAYER: Final = ("rope_layers", "sliding_windows", "sparse_layers")
@@ -108,6 +105,4 @@ def _with_layer(config: SparseConfig) -> SparseConfig:
     """Return the model with one layer more, which is like the last."""
     changes: dict[str, Any] = {name: getattr(config, name) for name in _PER_LAYER}
     changes = {name: (*values, values[-1]) for name, values in changes.items()}
-    if isinstance(config, DeepseekConfig) and config.index_layers:
-        changes["index_layers"] = (*config.index_layers, config.num_layers)
     return dataclasses.replace(config, num_layers=config.num_layers + 1, num_extra_layers=0, **changes)
