@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, ConfigError, SamplingParams
+from jaxserve.api.config import EngineConfig
 from jaxserve.api.metric_types import Counter
+from jaxserve.device.build import plan_engine
 from jaxserve.device.head_states import HeadStates
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.step_batch import LatestTokens
@@ -120,6 +122,14 @@ def test_answers_are_those_without_a_head_and_drafts_the_same_from_the_cache(pai
     (drafted, accepted), again = counts[1] - counts[0], counts[2] - counts[1]
     assert (drafted, accepted) == tuple(again) and drafted > 200
     assert accepted > 40 or pair.method != "mtp"
+
+
+def test_heads_need_one_pipeline_stage(pair: Pair) -> None:
+    speculation = {"method": pair.method, "num_speculative_tokens": 2}
+    speculation |= {} if pair.method == "mtp" else {"model": str(pair.head)}
+    config = EngineConfig(model=str(pair.model), pipeline_parallel_size=2, speculative_config=speculation)
+    with pytest.raises(ConfigError, match=f"'{pair.method}' needs one pipeline stage, got 2"):
+        plan_engine(config)
 
 
 def latest_tokens(llm: LLM) -> LatestTokens:
