@@ -66,6 +66,10 @@ class FakeLLM:
         """One output."""
         yield self.output
 
+    def get_metrics(self) -> list[Any]:
+        """None."""
+        return []
+
     def generate(self, prompts: Any, *arguments: Any, **options: Any) -> list[RequestOutput]:
         """One output for each prompt."""
         return [self.output] * len(prompts)
