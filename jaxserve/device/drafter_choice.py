@@ -8,7 +8,6 @@ from typing import Any
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.kernel_choice import choose_kernels
-from jaxserve.device.layout_choice import count_stages
 from jaxserve.device.sharded_model import Drafter, ShardedModel
 from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.layers.model_config import ModelConfig
@@ -43,12 +42,6 @@ def plan_drafter(config: EngineConfig, sharded: ShardedModel) -> Drafter | None:
         head, model = None, _read_draft_model(config, name, directory, sharded)
         specs = outline(model, Scope(parallel=sharded.parallel)).kv_specs
     else:
-        num_stages = count_stages(config, sharded.config)
-        if num_stages > 1:
-            raise ConfigError(
-                f"speculative_config.method={method!r} needs one pipeline stage, got {num_stages} "
-                "(pipeline_parallel_size); use tensor_parallel_size, or another method"
-            )
         head = find_head(method, directory, sharded.config, config.load_format)
         model, own["dtype"] = head.config, sharded.policy.weights
         specs = head.outline(Scope(parallel=sharded.parallel)).kv_specs

@@ -30,9 +30,9 @@ class _Returned(NamedTuple):
 class Pipeline:
     """The stages of a model that has more than one: what goes to the last one and comes back.
 
-    A row whose first token is ``ON_DEVICE`` needs the tokens of the step that last sampled for its slot, and so cannot
-    begin before that step has passed the last stage. ``run`` uses the latest tokens after the earliest step that has
-    all of them, so that stages wait for no other steps.
+    A row whose first token or drafts are ``ON_DEVICE`` needs those of the step that last sampled for its slot, and so
+    cannot begin before that step has passed the last stage. ``run`` uses the latest tokens after the earliest step that
+    has all of them, so that stages wait for no other steps.
 
     Args:
         stages: The stages, in order.
@@ -81,9 +81,10 @@ class Pipeline:
         return _Returned(step, [jax.device_put(latest, sharding) for sharding in self._latest])
 
     def _needed(self, plans: Sequence[StepPlan]) -> _Returned:
-        """Return the latest tokens after the earliest step that has those that the plans read."""
+        """Return the latest tokens after the earliest step that has those that the plans read, drafts included."""
         needed = -1
         for sampled_at, plan in zip(self._sampled_at, plans, strict=True):
-            slots = as_array(plan.slots)[as_array(plan.starts) == ON_DEVICE]
-            needed = max(needed, sampled_at[slots].max(initial=-1))
+            last_tokens = as_array(plan.token_ids)[np.cumsum(as_array(plan.lengths)) - 1]
+            reads = (as_array(plan.starts) == ON_DEVICE) | (last_tokens == ON_DEVICE)
+            needed = max(needed, sampled_at[as_array(plan.slots)[reads]].max(initial=-1))
         return next(returned for returned in self._returned if returned.step >= needed)

@@ -129,7 +129,7 @@ def trace_model(sharded: ShardedModel, shape: BatchShape, max_tokens: int) -> ja
         arrays: tuple[Array, ...],
         state: StepState,
         buffer: Int[Array, " size"],
-        *given: Float[Array, "T width"],
+        *given: Float[Array, "T _"],
     ) -> tuple[StepState, ModelOutput]:
         module = sharded.model(arrays)
         batch = sharded.unpack(buffer, shape, state.latest)

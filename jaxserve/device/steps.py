@@ -82,7 +82,7 @@ def trace_step(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.st
         state: StepState,
         buffer: Int[Array, " size"],
         mask: Int[Array, "samples words"],
-        *given: Float[Array, "T width"],
+        *given: Float[Array, "T _"],
     ) -> tuple[StepState, StepOutput]:
         batch = sharded.unpack(buffer, shape, state.latest)
         layers, output = run_step(sharded.model(arrays), state, batch, mask, settings, given)
@@ -186,7 +186,7 @@ def run_step(
     batch: StepBatch,
     mask: Int[Array, "samples words"],
     settings: StepSettings,
-    given: Sequence[Float[Array, "T width"]] = (),
+    given: Sequence[Float[Array, "T _"]] = (),
 ) -> "tuple[LayersOutput, StepOutput]":
     """Run a step on one device of the mesh: embedding, layers, head, sampler, slot updates.
 
@@ -237,7 +237,7 @@ def run_layers(
     settings: AttentionSettings,
     row_tile: int | None,
     split: VocabSplit,
-    given: Sequence[Float[Array, "T width"]] = (),
+    given: Sequence[Float[Array, "T _"]] = (),
     aux_layers: tuple[int, ...] = (),
 ) -> LayersOutput:
     """Run embedding and layers on one device of the mesh; pool hidden states ``row_tile`` tokens at a time.

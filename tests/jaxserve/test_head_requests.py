@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxserve import LLM, ConfigError, SamplingParams
-from jaxserve.api.config import EngineConfig
+from jaxserve import LLM, SamplingParams
 from jaxserve.api.metric_types import Counter
-from jaxserve.device.build import plan_engine
 from jaxserve.device.head_states import HeadStates
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.step_batch import LatestTokens
@@ -68,8 +66,8 @@ class Pair:
             self.greedy, self.sampled = (self.answers(alone, **options) for options in ({"temperature": 0.0}, SAMPLED))
         named = {} if method == "mtp" else {"model": str(self.head)}
         number = {"num_speculative_tokens": NUM_DRAFTS, "enable_adaptive_verification": False}
-        speculation = {"method": method, **number, **named}
-        self.llm = LLM(str(self.model), **SETTINGS, speculative_config=speculation)
+        self.speculation = {"method": method, **number, **named}
+        self.llm = LLM(str(self.model), **SETTINGS, speculative_config=self.speculation)
 
     @staticmethod
     def answers(llm: LLM, **options: Any) -> list[list[int]]:
@@ -124,12 +122,26 @@ def test_answers_are_those_without_a_head_and_drafts_the_same_from_the_cache(pai
     assert accepted > 40 or pair.method != "mtp"
 
 
-def test_heads_need_one_pipeline_stage(pair: Pair) -> None:
-    speculation = {"method": pair.method, "num_speculative_tokens": 2}
-    speculation |= {} if pair.method == "mtp" else {"model": str(pair.head)}
-    config = EngineConfig(model=str(pair.model), pipeline_parallel_size=2, speculative_config=speculation)
-    with pytest.raises(ConfigError, match=f"'{pair.method}' needs one pipeline stage, got 2"):
-        plan_engine(config)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"pipeline_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2, "layout": "sequence_parallel"}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2, "layout": "split_logits"}, marks=pytest.mark.slow),
+        pytest.param({"tensor_parallel_size": 2, "layout": "context_parallel"}, marks=pytest.mark.slow),
+        pytest.param({"data_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_answers_on_several_devices_are_those_without_a_head(pair: Pair, mesh: dict[str, Any]) -> None:
+    """Also at the end of requests, where the host knows the latest token and the device has the drafts after it."""
+    sampled = [{**SAMPLED, "seed": seed} for seed in (5, 15)]
+    found = []
+    for more in ({}, {"speculative_config": pair.speculation}):
+        with LLM(str(pair.model), **SETTINGS, **mesh, **more) as llm:
+            found.append([pair.answers(llm, **options) for options in sampled])
+    assert found[0] == found[1]
 
 
 def latest_tokens(llm: LLM) -> LatestTokens:
