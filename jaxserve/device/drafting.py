@@ -19,6 +19,7 @@ from jaxserve.device.head_states import HeadStates
 from jaxserve.device.sampler_batch import SLOT_PARAMS, unpack_arrays
 from jaxserve.device.sharded_model import Drafter, ShardedModel
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, TokenPlaces, row_of_each_token, token_places
+from jaxserve.device.step_state import StepState
 from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import AttentionSettings, Pools
 from jaxserve.layers.rows import map_rows
@@ -54,19 +55,11 @@ def step_tokens(batch: StepBatch) -> StepTokens:
 def trace_drafts(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
     """Trace the drafting of a batch shape as a program of its own, for CPUs.
 
-    The traced function maps (packed parameters, all pools, latest tokens, ``HeadStates``, buffer, ``StepTokens``) to
-    (pools, latest tokens, ``HeadStates``), all of which it donates.
+    The traced function maps (packed parameters, ``Drafted``, buffer, ``StepTokens``) to ``Drafted``, which it donates.
     """
 
-    def drafts(
-        arrays: tuple[Array, ...],
-        pools: tuple[Pools, ...],
-        latest: LatestTokens,
-        states: HeadStates | None,
-        buffer: Int[Array, " size"],
-        given: StepTokens,
-    ) -> Drafted:
-        return draft(sharded, arrays, pools, latest, states, buffer, given, shape, "any")
+    def drafts(arrays: tuple[Array, ...], before: Drafted, buffer: Int[Array, " size"], given: StepTokens) -> Drafted:
+        return draft(sharded, arrays, before, buffer, given, shape, "any")
 
     buffer = sharded.rows_struct((shape.buffer_size,), jnp.int32)
     given = StepTokens(*(sharded.rows_struct((size,), jnp.int32) for size in (shape.num_tokens, shape.num_rows)))
@@ -74,9 +67,8 @@ def trace_drafts(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
         num_aux = len(sharded.aux_layers)
         aux = abstract_hidden(sharded, shape.num_tokens, num_aux) if num_aux else None
         given = given._replace(hidden=abstract_hidden(sharded, shape.num_tokens), aux=aux)
-    kept = Drafted(sharded.abstract_all_pools(), sharded.abstract_latest(), sharded.abstract_states())
-    arguments = (sharded.program_params, *kept, buffer, given)
-    return sharded.trace(drafts, arguments, shardings(kept), donated=[1, 2, 3])
+    before = Drafted(sharded.abstract_all_pools(), sharded.abstract_latest(), sharded.abstract_states())
+    return sharded.trace(drafts, (sharded.program_params, before, buffer, given), shardings(before), donated=[1])
 
 
 class Drafted(NamedTuple):
@@ -86,13 +78,20 @@ class Drafted(NamedTuple):
     latest: LatestTokens
     states: HeadStates | None
 
+    @classmethod
+    def before(cls, state: StepState) -> "Drafted":
+        """Return these parts of the state before drafting."""
+        return cls(state.pools, state.latest, state.states)
+
+    def put_into(self, state: StepState) -> StepState:
+        """Return the state with these parts."""
+        return state._replace(pools=self.pools, latest=self.latest, states=self.states)
+
 
 def draft(
     sharded: ShardedModel,
     arrays: tuple[Array, ...],
-    pools: tuple[Pools, ...],
-    latest: LatestTokens,
-    states: HeadStates | None,
+    before: Drafted,
     buffer: Int[Array, " size"],
     given: StepTokens,
     shape: BatchShape,
@@ -103,15 +102,13 @@ def draft(
     Args:
         sharded: The model, with its drafter.
         arrays: Packed parameters of the model and the drafter.
-        pools: All pools; those of the drafter are the last.
-        latest: Latest tokens, after the sampler.
-        states: What a draft head keeps.
+        before: The state after the sampler; the drafter's pools are the last.
         buffer: The step's buffer.
         given: What the step has instead of the buffer's ``ON_DEVICE`` values.
         shape: Batch shape.
         variant: Sampler variant; ``any``: the buffer's.
     """
-    drafter = sharded.drafter
+    drafter, (pools, latest, states) = sharded.drafter, before
     assert drafter is not None and latest.drafts is not None
     fields = unpack_arrays(buffer, shape.fields) | {"tokens": given.tokens, "starts": given.starts}
     rows = _Rows.of(fields, latest, sharded, drafter)

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.device.drafting import StepTokens, step_tokens
+from jaxserve.device.drafting import Drafted, StepTokens, step_tokens
 from jaxserve.device.handed_over import abstract_input
 from jaxserve.device.sampler_batch import SamplerShape, unpack_sampler
 from jaxserve.device.sharded_model import ShardedModel
@@ -103,10 +103,7 @@ class SplitStep:
         prompt = None if self.scorer is None else self.scorer(params, output.prompt)
         state = state._replace(latest=sampled.latest, tables=sampled.tables or state.tables)
         if self.drafts is not None:
-            pools, latest, states = self.drafts(
-                params, state.pools, state.latest, state.states, buffer, output.step_tokens
-            )
-            state = state._replace(pools=pools, latest=latest, states=states)
+            state = self.drafts(params, Drafted.before(state), buffer, output.step_tokens).put_into(state)
         return state, StepOutput(sampled.tokens, sampled.logprobs, prompt, output.sums, output.expert_tokens)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.device.drafting import draft, step_tokens
+from jaxserve.device.drafting import Drafted, draft, step_tokens
 from jaxserve.device.handed_over import abstract_input
 from jaxserve.device.sampler_batch import SamplerBatch
 from jaxserve.device.sharded_model import ShardedModel
@@ -89,9 +89,7 @@ def trace_step(sharded: ShardedModel, shape: BatchShape, variant: str) -> jax.st
         state = layers.state
         if sharded.drafter is not None:
             seen = step_tokens(batch)._replace(hidden=layers.hidden, aux=layers.aux)
-            kept = state.latest, state.states
-            pools, latest, states = draft(sharded, arrays, state.pools, *kept, buffer, seen, shape, variant)
-            state = state._replace(pools=pools, latest=latest, states=states)
+            state = draft(sharded, arrays, Drafted.before(state), buffer, seen, shape, variant).put_into(state)
         return state, output
 
     state, buffer = sharded.abstract_state(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
