@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jaxserve.api.draft_totals import DraftTotals
 from jaxserve.api.errors import ConfigError
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.speculation import NAME as SETTING
@@ -15,7 +16,6 @@ from jaxserve.bench.replay import Replay
 from jaxserve.bench.workload import add_output_arguments, check_output, random_prompts, report
 from jaxserve.cli_arguments import engine_arguments
 from jaxserve.llm import LLM
-from jaxserve.scheduling.drafts import DraftCounts
 
 NAME = "speculation"
 HELP = "compare speculative decoding with none on the same batches, in turns"
@@ -52,12 +52,11 @@ def run(options: argparse.Namespace) -> None:
         replay = None
         if rate is not None:
             replay = Replay(drafting.config.num_speculative_tokens, rate, drafting.vocab_size)
-            for scheduler in _schedulers(drafting):
-                scheduler.proposer = replay
+            for replica in drafting.engine.replicas:
+                for scheduler in replica.schedulers:
+                    scheduler.proposer = replay
         found = compare(without, drafting, replay, options)
-    speedup = found.speedup
-    counts = found.counts
-    mean_length = 1 + counts.num_accepted.total() / max(counts.num_drafts, 1)
+    speedup, drafts = found.speedup, found.drafts
     tokens = options.batch_size * options.output_len
     figures: dict[str, Any] = {
         "speedup": speedup.median,
@@ -67,10 +66,10 @@ def run(options: argparse.Namespace) -> None:
         "seconds_with": found.with_s,
         "steps_without": found.steps_without,
         "steps_with": found.steps_with,
-        "mean_acceptance_length": mean_length,
-        "drafts": counts.num_drafts,
-        "draft_tokens": counts.num_tokens,
-        "accepted_tokens": counts.num_accepted.total(),
+        "mean_acceptance_length": drafts.mean_length,
+        "drafts": int(drafts.num_drafts),
+        "draft_tokens": int(drafts.num_tokens),
+        "accepted_tokens": int(drafts.num_accepted),
         "different_outputs": found.num_different,
     }
     lines = [
@@ -79,7 +78,8 @@ def run(options: argparse.Namespace) -> None:
         f"Speedup: {speedup.median:.3f} (95 % interval {speedup.low:.3f} to {speedup.high:.3f}, "
         f"{len(found.without_s)} pairs)",
         f"Steps per batch: {found.steps_without:.1f} without, {found.steps_with:.1f} with",
-        f"Mean acceptance length: {mean_length:.2f} ({counts.num_drafts} drafts, {counts.num_tokens} draft tokens)",
+        f"Mean acceptance length: {drafts.mean_length:.2f} ({drafts.num_drafts:.0f} drafts, "
+        f"{drafts.num_tokens:.0f} draft tokens)",
         f"Different outputs: {found.num_different}",
     ]
     report(options, figures, lines)
@@ -115,7 +115,7 @@ class Comparison(NamedTuple):
         with_s: Seconds of the same batches with it.
         steps_without: Mean number of steps of a batch without.
         steps_with: Mean number of steps of a batch with it.
-        counts: The drafts of the measured batches.
+        drafts: The drafts of the measured batches.
         num_different: Number of outputs that differ; where the engine is not deterministic, rounding may do it.
     """
 
@@ -123,7 +123,7 @@ class Comparison(NamedTuple):
     with_s: list[float]
     steps_without: float
     steps_with: float
-    counts: DraftCounts
+    drafts: DraftTotals
     num_different: int
 
     @property
@@ -138,10 +138,11 @@ def compare(without: LLM, drafting: LLM, replay: Replay | None, options: argpars
     Prompts are new in each pair, except those of a replay, whose texts must be known; which drafts are wrong is new.
     """
     without_s, with_s, num_different, known = list[float](), list[float](), 0, list[list[int]]()
-    first_counts, first_steps = DraftCounts(), (0, 0)
+    first_drafts, first_steps = DraftTotals(), (0, 0)
     for pair in range(options.num_iters_warmup + options.num_iters):
         if pair == options.num_iters_warmup:
-            first_counts, first_steps = _counts(drafting), (_num_steps(without), _num_steps(drafting))
+            first_drafts = DraftTotals.of(drafting.get_metrics())
+            first_steps = _num_steps(without), _num_steps(drafting)
             without_s, with_s = [], []
         seed = 0 if replay is not None else pair
         prompts = random_prompts(options.batch_size, options.input_len, without.vocab_size, seed=seed)
@@ -155,11 +156,10 @@ def compare(without: LLM, drafting: LLM, replay: Replay | None, options: argpars
             times.append(elapsed)
             outputs.append(tokens)
         num_different += sum(a != b for a, b in zip(*outputs, strict=True))
-    counts = _counts(drafting)
-    counts.subtract(first_counts)
+    drafts = DraftTotals.of(drafting.get_metrics()).since(first_drafts)
     count = max(options.num_iters, 1)
     steps = [(_num_steps(llm) - first) / count for llm, first in zip((without, drafting), first_steps, strict=True)]
-    return Comparison(without_s, with_s, steps[0], steps[1], counts, num_different)
+    return Comparison(without_s, with_s, steps[0], steps[1], drafts, num_different)
 
 
 def _timed(llm: LLM, prompts: list[dict[str, list[int]]], options: argparse.Namespace) -> tuple[float, list[list[int]]]:
@@ -173,17 +173,6 @@ def _timed(llm: LLM, prompts: list[dict[str, list[int]]], options: argparse.Name
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return time.perf_counter() - start, [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def _schedulers(llm: LLM) -> list[Any]:
-    return [scheduler for replica in llm.engine.replicas for scheduler in replica.schedulers]
-
-
-def _counts(llm: LLM) -> DraftCounts:
-    counts = DraftCounts()
-    for scheduler in _schedulers(llm):
-        counts.add(scheduler.draft_counts)
-    return counts
 
 
 def _num_steps(llm: LLM) -> int:

@@ -42,12 +42,6 @@ class DraftCounts:
         self.num_tokens += other.num_tokens
         self.num_accepted += other.num_accepted
 
-    def subtract(self, other: "DraftCounts") -> None:
-        """Subtract earlier counts."""
-        self.num_drafts -= other.num_drafts
-        self.num_tokens -= other.num_tokens
-        self.num_accepted.subtract(other.num_accepted)
-
 
 def add_drafts(
     step: Step,
@@ -184,8 +178,9 @@ def _reserve(sequence: Sequence, drafts: ConstrainedDrafts, most: int, step: Ste
     """Return the drafts that fit into a sequence's pages, at most ``most``; reserve these, with their masks."""
     token_ids, start = drafts.token_ids[:most], sequence.num_computed
     end = start + len(token_ids)
-    if pages.with_lookahead(sequence, end) > sequence.decode_limit:
-        pages.grow_to(sequence, pages.with_lookahead(sequence, end))
+    wanted = pages.with_lookahead(sequence, end)
+    if wanted > sequence.decode_limit:
+        pages.grow_to(sequence, wanted)
         step.plan.grants += pages.grants(sequence)
         end = min(end, sequence.decode_limit)
         token_ids = token_ids[: end - start]

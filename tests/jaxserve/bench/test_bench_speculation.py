@@ -55,7 +55,8 @@ def test_what_cannot_be_compared(flags: list[str], message: str, capsys: pytest.
 @pytest.mark.slow
 def test_a_replay_takes_as_many_steps_as_its_rate_says(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--max-num-seqs", "2", "--max-model-len", "256", "--max-num-batched-tokens", "64", "--quiet"]
-    speculation = ["--spec-method", "ngram", "--spec-tokens", "4", "--replay-acceptance", "1", "--no-async-scheduling"]
+    fixed = {"method": "ngram", "num_speculative_tokens": 4, "enable_adaptive_verification": False}
+    speculation = ["--speculative-config", json.dumps(fixed), "--replay-acceptance", "1", "--no-async-scheduling"]
     runs = ["--num-iters", "2", "--num-iters-warmup", "1", "--output-len", "51", "--temperature", "1", "--json"]
     main(["bench", "speculation", "--model", "demo", *small, *speculation, *runs])
     found = json.loads(capsys.readouterr().out)
