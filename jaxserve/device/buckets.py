@@ -76,10 +76,8 @@ class Buckets:
         else:
             halfway = max_samples == 1
             few_from = 16 if halfway and max_num_seqs <= _FEW_ROWS else max_num_seqs
-            smallest, many_from = (
-                min(_SMALLEST_MIXED, max_num_batched_tokens),
-                64 if halfway else max_num_batched_tokens,
-            )
+            smallest = min(_SMALLEST_MIXED, max_num_batched_tokens)
+            many_from = 64 if halfway else max_num_batched_tokens
             defaults = _ladder(1, max_num_seqs, few_from), _ladder(smallest, max_num_batched_tokens, many_from)
         decode, mixed = (
             tuple(sorted({_round_up(size, to) for size in given.get(kind) or sizes}))

@@ -26,7 +26,7 @@ class DraftHead(nnx.Module, ABC):
     The state of a token that the target has seen comes from its hidden states (``seen_state``), that of a drafted token
     from the head itself (``next_state``). A token and the state before it are combined at the token's own position, and
     their keys and values are stored there, so that an entry depends only on tokens up to its own position. The first
-    token of a context has no entry.
+    token of a context is combined with zeros.
 
     Embedding and output head are the target's, unless the head has its own.
 

@@ -310,9 +310,10 @@ class GenerationResponse(abc.ABC):
                 events = await write_output(output, self._chunk_events, begin, prompt, output)
                 if events:
                     yield events
-        yield (
-            _event(begin, {"choices": [], "usage": self._usage(), **self._metrics()}) if self.has_usage else b""
-        ) + DONE
+        end = b""
+        if self.has_usage:
+            end = _event(begin, {"choices": [], "usage": self._usage(), **self._metrics()})
+        yield end + DONE
 
     def _chunk_events(self, begin: str, prompt: int, output: RequestOutput) -> bytes:
         chunks = self.chunks(prompt, output)
