@@ -13,7 +13,7 @@ from jaxserve.api.request import parse_prompt
 from jaxserve.device.build import plan_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup import start_engine
-from tests.jaxserve.test_draft_model import counts, drafting
+from tests.jaxserve.test_draft_model import SETTINGS, counts, drafting
 from tests.jaxserve.test_kv_window import MIXED
 from tests.random_checkpoint import DEEPSEEK, LLAMA, SHARING, write_checkpoint
 
@@ -24,16 +24,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "latents": DEEPSEEK,
     "sharing": SHARING,
     "windowed": WINDOWED,
-}
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "deterministic": True,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 24,
-    "max_model_len": 64,
-    "block_size": 8,
-    "compilation_cache_dir": "",
-    "compile_sizes": {"decode": [4], "mixed": [24]},
 }
 
 
@@ -68,7 +58,7 @@ def test_any_family_drafts(model: str, drafter: str, checkpoints: dict[str, Path
     """Always right where it is the model itself, also beyond its windows and from cached pages."""
     found = []
     for drafts in ({}, drafting(checkpoints[drafter])):
-        engine = start_engine(EngineConfig(model=str(checkpoints[model]), **SETTINGS, **drafts)).engine
+        engine = start_engine(EngineConfig(**{**SETTINGS, "model": str(checkpoints[model])}, **drafts)).engine
         found.append(tokens(engine))
         num_drafts, num_accepted = counts(engine)
         engine.close()
@@ -79,4 +69,6 @@ def test_any_family_drafts(model: str, drafter: str, checkpoints: dict[str, Path
 def test_pages_outside_of_windows_are_freed(checkpoints: dict[str, Path]) -> None:
     """So a draft model may not need them."""
     with pytest.raises(ConfigError, match=r"llama\S* sees more than the latest 16 tokens, but all layers"):
-        plan_engine(EngineConfig(model=str(checkpoints["windowed"]), **SETTINGS, **drafting(checkpoints["llama"])))
+        plan_engine(
+            EngineConfig(**{**SETTINGS, "model": str(checkpoints["windowed"])}, **drafting(checkpoints["llama"]))
+        )
