@@ -14,6 +14,7 @@ from array import array
 from jaxserve.scheduling.constrained_drafts import ConstrainedDrafts, constrained_drafts, masked_drafts
 from jaxserve.scheduling.context_pages import ContextPages
 from jaxserve.scheduling.draft_lengths import DraftLengths, Proposed
+from jaxserve.scheduling.draft_passes import DraftPasses, MeasuredStep
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.sequence import Constraint, Sequence
@@ -75,7 +76,19 @@ def add_drafts(
             kept = [_reserve(sequence, drafts, step, pages) for sequence, drafts in zip(sequences, chosen, strict=True)]
             if any(kept):
                 _write(step, kept)
+    if chooser.passes is not None:
+        _plan_passes(step, chooser.passes, limits)
     return found is not None
+
+
+def _plan_passes(step: Step, passes: DraftPasses, limits: SchedulerLimits) -> None:
+    """Choose how many drafts the device makes after a step, for the next row of each sequence that samples."""
+    rows = [each for each, count in zip(step.sequences, step.plan.num_samples, strict=True) if count]
+    if any(sequence.constraint is None for sequence in rows):
+        budget = min(limits.max_num_batched_tokens, limits.max_step_samples or limits.max_num_batched_tokens)
+        step.plan.num_drafts = passes.choose(len(rows), budget - len(rows))
+    for sequence in rows:
+        sequence.num_next_drafts = step.plan.num_drafts
 
 
 def _write(step: Step, drafts: list[list[int]]) -> None:
@@ -134,7 +147,10 @@ def drop_rejected(
         sequence.num_draft_tokens += num_samples - 1
         sequence.num_accepted_tokens += num_accepted
         counts.num_tokens += num_samples - 1
-        chooser.add_row(step.proposed[sequence], num_samples - 1, num_accepted)
+        if chooser.passes is None:
+            chooser.add_row(step.proposed[sequence], num_samples - 1, num_accepted)
+        elif sequence.constraint is None:
+            chooser.passes.add_row(num_samples - 1, num_accepted)
         num_rejected = num_samples - 1 - num_accepted
         if not num_rejected:
             continue
@@ -150,9 +166,15 @@ def drop_rejected(
 
 def measure_step(step: Step, chooser: DraftLengths) -> None:
     """Measure how long after the tokens before it a step of decode rows alone has completed."""
-    if chooser.is_adaptive and step.previous_s and not step.started and step.plan.is_decode_only:
-        num_rows, num_tokens = step.plan.num_rows, step.plan.num_tokens
-        chooser.add_step(num_rows, step.is_ahead, num_tokens - num_rows, step.completed_s - max(step.previous_s))
+    plan, passes = step.plan, chooser.passes
+    if not (chooser.is_adaptive or passes) or not step.previous_s or step.started or not plan.is_decode_only:
+        return
+    num_rows, num_drafts = plan.num_rows, plan.num_tokens - plan.num_rows
+    seconds = step.completed_s - max(step.previous_s)
+    if passes is None:
+        chooser.add_step(num_rows, step.is_ahead, num_drafts, seconds)
+    else:
+        passes.add_step(MeasuredStep(plan.number, num_rows, num_drafts, plan.num_drafts, seconds))
 
 
 def _usable(sequence: Sequence, proposed: list[int], most: int) -> ConstrainedDrafts:

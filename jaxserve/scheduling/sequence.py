@@ -128,6 +128,7 @@ class Sequence:
         accepted: Number of accepted ones of these steps.
         num_draft_tokens: Sum of ``drafted``.
         num_accepted_tokens: Sum of ``accepted``.
+        num_next_drafts: Number of drafts that the device makes for its next row.
         last_plan: Number of the latest plan with a row of the sequence; used with several pipeline stages.
         decode_limit: Position up to which the pages and ``max_length`` allow decoding; 0 while the prompt is computed.
         next_check: Length from which a token must be checked for an ending even if it is not a stop token.
@@ -165,6 +166,7 @@ class Sequence:
     accepted: bytearray = dataclasses.field(default_factory=bytearray)
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_next_drafts: int = 0
     last_plan: int = -1
     decode_limit: int = 0
     next_check: int = 0
