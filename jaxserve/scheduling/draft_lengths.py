@@ -106,9 +106,12 @@ class DraftLengths:
             pays = self._probe != "none"
         return Choice(lengths, pays and self._can_wait)
 
-    def add_row(self, proposed: Proposed, num_drafts: int, num_accepted: int) -> None:
-        """Count the accepted drafts of a row, of those that were verified."""
-        self._kind(proposed).add(num_drafts, num_accepted)
+    def add_row(self, proposed: Proposed, num_drafts: int, num_accepted: int, num_rows: int = 1) -> None:
+        """Count the accepted drafts of a row, of those that were verified; or of ``num_rows`` rows like it."""
+        if self.passes is None:
+            self._kind(proposed).add(num_drafts, num_accepted, num_rows)
+        elif not proposed.is_constrained:
+            self.passes.add_row(num_drafts, num_accepted, num_rows)
 
     def add_step(self, num_rows: int, is_ahead: bool, num_drafts: int, seconds: float) -> None:
         """Add the measured time of a step of decode rows, from the tokens of the step before."""
