@@ -768,7 +768,7 @@ def test_a_first_run_s_commands(tmp_path):
         ("probe",),
         ("numerics", "kernels"),
         ("engine",),
-        ("compile", "gemms", "peers"),
+        ("compile", "gemms", "drafts", "peers"),
     ]
     assert [call.resume for call in calls] == [False, True, True, True]
     assert all(call.time_limit + 30 < 540 and call.name == "test_run" for call in calls)
