@@ -6,6 +6,7 @@ a sequence, only the number of steps that it takes.
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from types import MappingProxyType
@@ -144,7 +145,7 @@ class DraftLengths:
             if row.num_tokens
             for gain in self._kind(row).expected[: row.num_tokens]
         ]
-        gains = sorted(gains, key=lambda gain: -gain[0])[:budget]
+        gains = sorted(gains, key=operator.itemgetter(0), reverse=True)[:budget]
         sums, num_rows = [*itertools.accumulate(gain for gain, _ in gains)], len(proposed)
         table, count, best, best_rate = self._table(num_rows), len(gains), 0, 0.0
         while count:
