@@ -12,6 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+# Imports and the collection of tests leave little garbage, and each file ends by collecting it (``_unload_programs``).
+gc.set_threshold(200_000, 20, 100)
+
 # Threads enough for the collectives of eight virtual devices on any number of cores, and an end with a message when one
 # is stuck all the same.
 os.environ.setdefault("PJRT_NPROC", "16")
@@ -110,18 +113,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Take what was imported out of garbage collection, which takes a sixth of the time of tests otherwise.
-
-    And collect seldom: each file ends with a collection (``_unload_programs``).
-    """
+    """Take what was imported out of garbage collection, which takes a sixth of the time of tests otherwise."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
-
-
-def pytest_sessionfinish() -> None:
-    """Let the interpreter collect everything at its end."""
-    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -139,6 +133,7 @@ def _unload_programs(request: pytest.FixtureRequest) -> Iterator[None]:
             value.cache_clear()
     jax.clear_caches()
     gc.collect()
+    gc.freeze()  # what is left is imported modules: the next file's collections need not look at them
 
 
 _LOGGER = logging.getLogger("jaxserve")

@@ -11,12 +11,13 @@ import itertools
 import logging
 from array import array
 
-from jaxserve.scheduling.constrained_drafts import ConstrainedDrafts, constrained_drafts
+from jaxserve.scheduling.constrained_drafts import ConstrainedDrafts, constrained_drafts, masked_drafts
 from jaxserve.scheduling.context_pages import ContextPages
 from jaxserve.scheduling.draft_lengths import DraftLengths, Proposed
+from jaxserve.scheduling.draft_passes import DraftPasses, MeasuredStep
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.proposers.proposer import DraftProposer
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import Constraint, Sequence
 from jaxserve.scheduling.step import Step
 
 logger = logging.getLogger(__name__)
@@ -71,11 +72,23 @@ def add_drafts(
         lengths, step.waits = chooser.choose(proposed, budget)
         if any(lengths) or limits.num_lookahead:
             step.proposed = dict(zip(sequences, proposed, strict=True))
-            rows = zip(sequences, usable, lengths, strict=True)
-            kept = [_reserve(*row, step, pages) for row in rows]
+            chosen = _chosen(sequences, usable, lengths)
+            kept = [_reserve(sequence, drafts, step, pages) for sequence, drafts in zip(sequences, chosen, strict=True)]
             if any(kept):
                 _write(step, kept)
+    if chooser.passes is not None:
+        _plan_passes(step, chooser.passes, limits)
     return found is not None
+
+
+def _plan_passes(step: Step, passes: DraftPasses, limits: SchedulerLimits) -> None:
+    """Choose how many drafts the device makes after a step, for the next row of each sequence that samples."""
+    rows = [each for each, count in zip(step.sequences, step.plan.num_samples, strict=True) if count]
+    if any(sequence.constraint is None for sequence in rows):
+        budget = min(limits.max_num_batched_tokens, limits.max_step_samples or limits.max_num_batched_tokens)
+        step.plan.num_drafts = passes.choose(len(rows), budget - len(rows))
+    for sequence in rows:
+        sequence.num_next_drafts = step.plan.num_drafts
 
 
 def _write(step: Step, drafts: list[list[int]]) -> None:
@@ -134,7 +147,10 @@ def drop_rejected(
         sequence.num_draft_tokens += num_samples - 1
         sequence.num_accepted_tokens += num_accepted
         counts.num_tokens += num_samples - 1
-        chooser.add_row(step.proposed[sequence], num_samples - 1, num_accepted)
+        if chooser.passes is None:
+            chooser.add_row(step.proposed[sequence], num_samples - 1, num_accepted)
+        elif sequence.constraint is None:
+            chooser.passes.add_row(num_samples - 1, num_accepted)
         num_rejected = num_samples - 1 - num_accepted
         if not num_rejected:
             continue
@@ -150,9 +166,15 @@ def drop_rejected(
 
 def measure_step(step: Step, chooser: DraftLengths) -> None:
     """Measure how long after the tokens before it a step of decode rows alone has completed."""
-    if chooser.is_adaptive and step.previous_s and not step.started and step.plan.is_decode_only:
-        num_rows, num_tokens = step.plan.num_rows, step.plan.num_tokens
-        chooser.add_step(num_rows, step.is_ahead, num_tokens - num_rows, step.completed_s - max(step.previous_s))
+    plan, passes = step.plan, chooser.passes
+    if not (chooser.is_adaptive or passes) or not step.previous_s or step.started or not plan.is_decode_only:
+        return
+    num_rows, num_drafts = plan.num_rows, plan.num_tokens - plan.num_rows
+    seconds = step.completed_s - max(step.previous_s)
+    if passes is None:
+        chooser.add_step(num_rows, step.is_ahead, num_drafts, seconds)
+    else:
+        passes.add_step(MeasuredStep(plan.number, num_rows, num_drafts, plan.num_drafts, seconds))
 
 
 def _usable(sequence: Sequence, proposed: list[int], most: int) -> ConstrainedDrafts:
@@ -166,17 +188,34 @@ def _usable(sequence: Sequence, proposed: list[int], most: int) -> ConstrainedDr
     num_in_flight = sequence.num_pending - 1  # excludes this row's token
     most = min(most, sequence.max_length - 1 - sequence.num_computed)
     if sequence.constraint is None:
-        return ConstrainedDrafts(proposed[num_in_flight : num_in_flight + most], [])
+        return ConstrainedDrafts(proposed[num_in_flight : num_in_flight + most])
     if sequence.error is not None:
-        return ConstrainedDrafts([], [])
+        return ConstrainedDrafts([])
     drafts = constrained_drafts(sequence, proposed, most)
     sequence.error = drafts.error
     return drafts
 
 
-def _reserve(sequence: Sequence, drafts: ConstrainedDrafts, most: int, step: Step, pages: ContextPages) -> list[int]:
-    """Return the drafts that fit into a sequence's pages, at most ``most``; reserve these, with their masks."""
-    token_ids, start = drafts.token_ids[:most], sequence.num_computed
+def _chosen(sequences: list[Sequence], usable: list[ConstrainedDrafts], lengths: list[int]) -> list[ConstrainedDrafts]:
+    """Return the chosen number of each row's drafts, with their masks."""
+    chosen, constrained = list[ConstrainedDrafts](), list[tuple[Constraint, list[int]]]()
+    for sequence, drafts, length in zip(sequences, usable, lengths, strict=True):
+        token_ids = drafts.token_ids[:length]
+        chosen.append(ConstrainedDrafts(token_ids))
+        if sequence.constraint is not None:
+            constrained.append((sequence.constraint, token_ids))
+    if constrained:
+        masked = iter(masked_drafts(constrained))
+        for row, sequence in enumerate(sequences):
+            if sequence.constraint is not None:
+                chosen[row] = next(masked)
+                sequence.error = sequence.error or chosen[row].error
+    return chosen
+
+
+def _reserve(sequence: Sequence, drafts: ConstrainedDrafts, step: Step, pages: ContextPages) -> list[int]:
+    """Return the drafts that fit into a sequence's pages; reserve these, with their masks."""
+    token_ids, start = drafts.token_ids, sequence.num_computed
     end = start + len(token_ids)
     wanted = pages.with_lookahead(sequence, end)
     if wanted > sequence.decode_limit:

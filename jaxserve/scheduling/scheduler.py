@@ -88,7 +88,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_decode_rows = 0
         self.draft_counts = DraftCounts()
-        self.draft_lengths = DraftLengths(limits.max_draft_tokens, limits.adapts_drafts, limits.can_wait)
+        self.draft_lengths = DraftLengths.within(limits)
         self.num_runnable = 0
         self.waits = False
         self.proposer = proposer

@@ -1,12 +1,14 @@
 """A draft model on the device: answers are those without it, and it is right where it is the model itself."""
 
 import dataclasses
+import itertools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve import RequestOutput, SamplingParams
@@ -17,10 +19,13 @@ from jaxserve.api.request import parse_prompt
 from jaxserve.api.structured_params import StructuredOutputsParams
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.device.build import plan_engine
+from jaxserve.device.runner import LocalRunner
 from jaxserve.device.stage import num_programs
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup import start_engine
 from jaxserve.reshard.resharding import Resharder
+from jaxserve.scheduling.draft_passes import DraftPasses
+from jaxserve.scheduling.plan import StepPlan
 from tests.random_checkpoint import write_checkpoint
 
 NUM_DRAFTS = 3
@@ -138,6 +143,33 @@ def test_a_model_that_drafts_for_itself_is_always_right(settings: dict[str, Any]
     assert sum(scheduler.pages.num_hit_tokens for scheduler in schedulers) > 0
     assert ("num_gpu_blocks_override" in settings) == any(scheduler.num_preemptions for scheduler in schedulers)
     assert compiles(engine) == 0
+    engine.close()
+
+
+def test_passes_follow_the_number_of_drafts(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
+    """However it changes: the model has taken in every token, so that it is right after steps without drafts too."""
+    numbers = itertools.cycle([3, 0, 0, 0, 2, 1, 0, 3])
+    monkeypatch.setattr(DraftPasses, "choose", lambda *_: next(numbers))
+    engine = start_engine(EngineConfig(**SETTINGS, **drafting("demo"))).engine
+    runner, planned, made, verified = engine.replicas[0].runner, list[int](), list[int](), list[int]()
+    assert isinstance(runner, LocalRunner)
+    launch = runner.launch
+
+    def noted(plans: Sequence[StepPlan]) -> None:
+        launch(plans)
+        planned.append(plans[0].num_drafts)
+        verified.append(max(plans[0].num_samples, default=1) - 1)
+        drafts = runner._stages[-1].state.latest.drafts
+        assert drafts is not None
+        made.append(int(np.asarray(drafts).any(0).sum()))
+
+    monkeypatch.setattr(runner, "launch", noted)
+    assert content(answers(engine, PLAIN[:1])) == expected[:1]
+    assert made[1:] == planned[1:], "the first step computes only a part of the prompt"
+    assert verified[1:] == planned[:-1] and {0, 1, 2, 3} == set(planned)
+    num_drafts, num_accepted = counts(engine)
+    assert num_drafts == num_accepted > 0
+    assert content(answers(engine, PLAIN)) == expected[: len(PLAIN)]
     engine.close()
 
 
