@@ -22,7 +22,7 @@ from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.models.loading import load_model
 from jaxserve.scheduling.draft_passes import DraftPasses
 from pallas_kernels import AttentionBatch
-from tests.draft_heads import HEAD, load_head, write_eagle3, write_mtp
+from tests.draft_heads import HEAD, as_speculators, load_head, write_eagle3, write_mtp
 from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint, write_tokenizer
 
 SETTINGS: dict[str, Any] = {
@@ -62,14 +62,16 @@ class Pair:
         else:
             self.head = directory / "head"
             write_checkpoint(self.model, {**LLAMA, "num_hidden_layers": 8, "vocab_size": VOCAB}, 0)
-            write_eagle3(self.head, {**HEAD, "vocab_size": VOCAB, "draft_vocab_size": 200})
+            named = {"verifier": {"name_or_path": str(self.model)}}
+            config = as_speculators({**HEAD, "vocab_size": VOCAB, "draft_vocab_size": 200}, speculators_config=named)
+            write_eagle3(self.head, config)
         write_tokenizer(self.model)
         with LLM(str(self.model), **SETTINGS) as alone:
             self.greedy, self.sampled = (self.answers(alone, **options) for options in ({"temperature": 0.0}, SAMPLED))
         named = {} if method == "mtp" else {"model": str(self.head)}
         number = {"num_speculative_tokens": NUM_DRAFTS, "enable_adaptive_verification": False}
         self.speculation = {"method": method, **number, **named}
-        self.llm = LLM(str(self.model), **SETTINGS, speculative_config=self.speculation)
+        self.llm = LLM(str(self.head), **SETTINGS, speculative_config=self.speculation)
 
     @staticmethod
     def answers(llm: LLM, **options: Any) -> list[list[int]]:

@@ -37,7 +37,7 @@ def plan_drafting(
         drafting = 0.0
         if last.drafter is not None:
             first, further = (steps.drafter_pass(batch, context, count) for count in (2 + num_drafts, 1))
-            drafting = first + (most - 1) * further
+            drafting = first + max(num_drafts - 1, 0) * further
             if device.platform == "cpu":
                 drafting += device.launch_overhead_s * last.mesh.devices.size
         step = dataclasses.replace(step, stage_s=(*step.stage_s[:-1], step.stage_s[-1] + drafting))

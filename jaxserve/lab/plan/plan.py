@@ -24,6 +24,7 @@ from jaxserve.lab.records import DRAFT_BATCH_SIZES
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import outline
+from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.models.loading import read_model_config
 from jaxserve.models.registry import without_head
 from sharding import data_slices, make_mesh, stage_slices
@@ -71,7 +72,7 @@ def plan(
     written = mesh if isinstance(mesh, str) else ",".join(f"{axis}={size}" for axis, size in mesh.items())
     optional = {"max_model_len": max_model_len, "max_num_seqs": num_seqs}
     settings |= {name: value for name, value in optional.items() if value is not None}
-    config = EngineConfig.from_arguments(str(model), mesh=written, layout=layout, **settings)
+    config = with_verifier(EngineConfig.from_arguments(str(model), mesh=written, layout=layout, **settings))
     kind = get_device(device)
     links = {"link": link, "host_link": host_link}
     kind = dataclasses.replace(kind, **{name: get_link(given) for name, given in links.items() if given is not None})

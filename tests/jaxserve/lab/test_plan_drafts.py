@@ -41,14 +41,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target without weights, and an EAGLE-3 head for it."""
     folder = tmp_path_factory.mktemp("target")
     (folder / "config.json").write_text(json.dumps(TARGET))
-    write_eagle3(folder / "head", as_speculators(HEAD))
+    named = {"verifier": {"name_or_path": str(folder)}, "proposal_methods": [{"speculative_tokens": 2}]}
+    write_eagle3(folder / "head", as_speculators(HEAD, speculators_config=named))
     return folder
 
 
 @pytest.fixture(scope="module")
 def eagle3(directory: Path) -> Plan:
-    drafts = {"method": "eagle3", "model": str(directory / "head"), "num_speculative_tokens": 2}
-    return jaxserve.plan(str(directory), "tensor=2", speculative_config=drafts, draft_batches=[2], **SETTINGS)
+    """The plan of the head alone, whose config.json names the target."""
+    return jaxserve.plan(str(directory / "head"), "tensor=2", draft_batches=[2], **SETTINGS)
 
 
 def test_bytes_of_a_head(eagle3: Plan) -> None:
