@@ -196,7 +196,8 @@ def mtp_hidden(
     parts = [norm(embedded, weight["enorm.weight"], 1e-6), norm(states, weight["hnorm.weight"], 1e-6)]
     x, positions = np.concatenate(parts, 1) @ weight["eh_proj.weight"].T, first + np.arange(len(states))
     x = x + _latent_attention(norm(x, weight["input_layernorm.weight"], 1e-6), weight, config, positions)
-    return x + _experts(norm(x, weight["post_attention_layernorm.weight"], 1e-6), weight, config)
+    y = norm(x, weight["post_attention_layernorm.weight"], 1e-6)
+    return x + (_experts(y, weight, config) if "mlp.gate.weight" in weight else _mlp(y, weight, "mlp."))
 
 
 def _grouped_attention(x: np.ndarray, weight: Tensors, head_dim: int, positions: np.ndarray) -> np.ndarray:

@@ -125,14 +125,30 @@ def draft(
 
     def one_more(i: Int[Array, ""], carry: tuple[_Taken, Int[Array, "drafts R"]]) -> Any:
         taken, filled = carry
+        inside = _Run.of(sharded, _for_round(sharded, drafter, arrays, i), rows, run.variant)
         num_passes = jnp.minimum(i, 1)  # none before the first draft; a condition might copy the pages
-        taken = lax.fori_loop(0, num_passes, lambda _, taken: run.go_on(taken, filled[i - 1], i), taken)
-        return taken, filled.at[i].set(run.sampled(taken.hidden, i))
+        taken = lax.fori_loop(0, num_passes, lambda _, taken: inside.go_on(taken, filled[i - 1], i), taken)
+        return taken, filled.at[i].set(inside.sampled(taken.hidden, i))
 
     taken, filled = lax.fori_loop(0, fields["num_drafts"], one_more, (taken, empty))
     slots = jnp.where(rows.samples, fields["sampled_slots"], sharded.num_slots)
     latest = latest._replace(drafts=latest.drafts.at[slots].set(filled.T, mode="drop"))
     return Drafted((*pools[:first], *taken.pools), latest, states)
+
+
+def _for_round(
+    sharded: ShardedModel, drafter: Drafter, arrays: tuple[Array, ...], i: Int[Array, ""]
+) -> tuple[Array, ...]:
+    """Return the packed parameters for round ``i`` of a loop, on which those outside of layers seem to depend.
+
+    XLA on CPUs would otherwise convert the whole embedding to float32 before the loop, for the rows looked up in it.
+    """
+    models = (sharded, drafter.sharded)
+    names = [[*model.abstract_model.params][group[0]] for model in models for group in model.packing.groups]
+    indices = [index for index, name in enumerate(names) if not name.startswith("layers.")]
+    tables, _ = lax.optimization_barrier(([arrays[index] for index in indices], i))
+    changed = dict(zip(indices, tables, strict=True))
+    return tuple(changed.get(index, array) for index, array in enumerate(arrays))
 
 
 class _Rows(NamedTuple):

@@ -217,13 +217,13 @@ class LocalRunner:
 
     @property
     def pools(self) -> list[tuple[Pools, ...]]:
-        """The pages of each stage, for reading or replacing them while no step is in flight."""
-        return [stage.state.pools for stage in self._stages]
+        """The pages of each stage (``StepState.pages``), for reading or replacing them while no step is in flight."""
+        return [stage.state.pages for stage in self._stages]
 
     @pools.setter
     def pools(self, pools: Sequence[tuple[Pools, ...]]) -> None:
         for stage, each in zip(self._stages, pools, strict=True):
-            stage.state = stage.state._replace(pools=each)
+            stage.state = stage.state.with_pages(each)
 
     def release(self) -> list[tuple[ShardedModel, tuple[jax.Array, ...]]]:
         """Free pages and slots, and give up the model and the packed parameters of each stage.

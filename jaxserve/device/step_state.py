@@ -28,3 +28,15 @@ class StepState(NamedTuple):
     tables: SlotTables
     sums: Float[Array, "slots D"]
     states: HeadStates | None = None
+
+    @property
+    def pages(self) -> tuple[Pools, ...]:
+        """All arrays of pages: the pools, then the states that a draft head keeps of each page."""
+        return self.pools if self.states is None else (*self.pools, (self.states.pages,))
+
+    def with_pages(self, pages: tuple[Pools, ...]) -> "StepState":
+        """Return the state with other arrays of pages."""
+        if self.states is None:
+            return self._replace(pools=pages)
+        *pools, (states,) = pages
+        return self._replace(pools=tuple(pools), states=self.states._replace(pages=states))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxserve.device.head_states import HeadStates
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import Pools
@@ -23,7 +24,7 @@ _CALL_BYTES = 16 << 20  # of the pages that one call moves
 
 
 class _Stack(NamedTuple):
-    """The arrays of one kind of pool.
+    """The arrays of one kind of pool, or a draft head's states.
 
     Attributes:
         kind: The kind.
@@ -47,13 +48,22 @@ class _Stack(NamedTuple):
 
     @classmethod
     def all_of(cls, sharded: ShardedModel) -> "list[_Stack]":
-        """Return the pools of a stage in their order; the layers of a drafter follow those of the whole model."""
+        """Return the arrays of pages of a stage in their order (``StepState.pages``).
+
+        The layers of a drafter follow those of the whole model, and the states of a draft head count as one more.
+        """
+        states = sharded.abstract_states()
+        return cls.pools_of(sharded) + ([] if states is None else [cls._of_states(sharded, states)])
+
+    @classmethod
+    def pools_of(cls, sharded: ShardedModel) -> "list[_Stack]":
+        """Return the pools of a stage, those of a drafter last."""
         kinds = zip(sharded.kv_layout.pools, sharded.kv_layout.counts, strict=True)
         own = [cls._of(sharded, index, *each) for index, each in enumerate(kinds)]
         if sharded.drafter is None:
             return own
         first, table = len(sharded.abstract_model.kv_specs), sharded.drafter.table
-        stacks = cls.all_of(sharded.drafter.sharded)
+        stacks = cls.pools_of(sharded.drafter.sharded)
         places = [tuple((first + layer, table, pool) for layer, _, pool in stack.layers) for stack in stacks]
         return own + [stack._replace(layers=layers) for stack, layers in zip(stacks, places, strict=True)]
 
@@ -68,8 +78,18 @@ class _Stack(NamedTuple):
             if pool == index
         )
         dimensions = tuple(spec.heads_dimension for spec in specs)
-        stack = cls(kind, count, num_heads, dimensions, structs, layers, sharded.pool_pages)
-        return stack._replace(capacity=max(1, min(sharded.num_pages, _CALL_BYTES // stack.page_bytes)))
+        return cls(kind, count, num_heads, dimensions, structs, layers, sharded.pool_pages)._with_capacity(sharded)
+
+    @classmethod
+    def _of_states(cls, sharded: ShardedModel, states: HeadStates) -> "_Stack":
+        drafter, own = sharded.drafter, states.pages
+        assert drafter is not None, "only draft heads keep states"
+        layer = len(sharded.abstract_model.kv_specs) + len(drafter.sharded.abstract_model.kv_specs)
+        kind, layers = PoolKind(1, own.shape[1], str(own.dtype)), ((layer, drafter.table, 0),)
+        return cls(kind, 1, 1, (None,), (own,), layers, sharded.num_pages)._with_capacity(sharded)
+
+    def _with_capacity(self, sharded: ShardedModel) -> "_Stack":
+        return self._replace(capacity=max(1, min(sharded.num_pages, _CALL_BYTES // self.page_bytes)))
 
     @property
     def page_bytes(self) -> int:
@@ -99,7 +119,7 @@ class _Stack(NamedTuple):
 def can_share_pages(old: Sequence[ShardedModel], new: Sequence[ShardedModel]) -> bool:
     """Return whether pages can be moved from the stages of one engine to those of another one for the same model."""
     for sharded in (*old, *new):
-        if not all(stack.splits_only_pages_and_heads(sharded) for stack in _Stack.all_of(sharded)):
+        if not all(stack.splits_only_pages_and_heads(sharded) for stack in _Stack.pools_of(sharded)):
             return False
     return _form(old) == _form(new)
 

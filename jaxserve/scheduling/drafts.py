@@ -11,13 +11,13 @@ import itertools
 import logging
 from array import array
 
-from jaxserve.scheduling.constrained_drafts import ConstrainedDrafts, constrained_drafts
+from jaxserve.scheduling.constrained_drafts import ConstrainedDrafts, constrained_drafts, masked_drafts
 from jaxserve.scheduling.context_pages import ContextPages
 from jaxserve.scheduling.draft_lengths import DraftLengths, Proposed
 from jaxserve.scheduling.draft_passes import DraftPasses, MeasuredStep
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.proposers.proposer import DraftProposer
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import Constraint, Sequence
 from jaxserve.scheduling.step import Step
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,8 @@ def add_drafts(
         lengths, step.waits = chooser.choose(proposed, budget)
         if any(lengths) or limits.num_lookahead:
             step.proposed = dict(zip(sequences, proposed, strict=True))
-            rows = zip(sequences, usable, lengths, strict=True)
-            kept = [_reserve(*row, step, pages) for row in rows]
+            chosen = _chosen(sequences, usable, lengths)
+            kept = [_reserve(sequence, drafts, step, pages) for sequence, drafts in zip(sequences, chosen, strict=True)]
             if any(kept):
                 _write(step, kept)
     if chooser.passes is not None:
@@ -188,17 +188,34 @@ def _usable(sequence: Sequence, proposed: list[int], most: int) -> ConstrainedDr
     num_in_flight = sequence.num_pending - 1  # excludes this row's token
     most = min(most, sequence.max_length - 1 - sequence.num_computed)
     if sequence.constraint is None:
-        return ConstrainedDrafts(proposed[num_in_flight : num_in_flight + most], [])
+        return ConstrainedDrafts(proposed[num_in_flight : num_in_flight + most])
     if sequence.error is not None:
-        return ConstrainedDrafts([], [])
+        return ConstrainedDrafts([])
     drafts = constrained_drafts(sequence, proposed, most)
     sequence.error = drafts.error
     return drafts
 
 
-def _reserve(sequence: Sequence, drafts: ConstrainedDrafts, most: int, step: Step, pages: ContextPages) -> list[int]:
-    """Return the drafts that fit into a sequence's pages, at most ``most``; reserve these, with their masks."""
-    token_ids, start = drafts.token_ids[:most], sequence.num_computed
+def _chosen(sequences: list[Sequence], usable: list[ConstrainedDrafts], lengths: list[int]) -> list[ConstrainedDrafts]:
+    """Return the chosen number of each row's drafts, with their masks."""
+    chosen, constrained = list[ConstrainedDrafts](), list[tuple[Constraint, list[int]]]()
+    for sequence, drafts, length in zip(sequences, usable, lengths, strict=True):
+        token_ids = drafts.token_ids[:length]
+        chosen.append(ConstrainedDrafts(token_ids))
+        if sequence.constraint is not None:
+            constrained.append((sequence.constraint, token_ids))
+    if constrained:
+        masked = iter(masked_drafts(constrained))
+        for row, sequence in enumerate(sequences):
+            if sequence.constraint is not None:
+                chosen[row] = next(masked)
+                sequence.error = sequence.error or chosen[row].error
+    return chosen
+
+
+def _reserve(sequence: Sequence, drafts: ConstrainedDrafts, step: Step, pages: ContextPages) -> list[int]:
+    """Return the drafts that fit into a sequence's pages; reserve these, with their masks."""
+    token_ids, start = drafts.token_ids, sequence.num_computed
     end = start + len(token_ids)
     wanted = pages.with_lookahead(sequence, end)
     if wanted > sequence.decode_limit:

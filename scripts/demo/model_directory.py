@@ -1,17 +1,30 @@
 """The demo model's shape, tokenizer and chat template, and the files of its directory other than the weights."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
 from scripts.demo.training_text import PIECES, SPECIAL_TOKENS, TOKEN_IDS
 
-NUM_LAYERS = 4
-HIDDEN_SIZE = 128
-FFN_SIZE = 384
-NUM_HEADS = 4
-HEAD_SIZE = 32
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a Llama."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    head_size: int
+
+
+DEMO = Sizes(num_layers=4, hidden_size=128, ffn_size=384, num_heads=4, head_size=32)
+"""The demo model."""
+SMALL = Sizes(num_layers=2, hidden_size=64, ffn_size=192, num_heads=2, head_size=32)
+"""A model that drafts for it."""
+
 ROPE_THETA = 10000.0
 NORM_EPSILON = 1e-5
 MAX_POSITIONS = 512
@@ -39,40 +52,40 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def weight_shapes() -> dict[str, tuple[int, ...]]:
+def weight_shapes(sizes: Sizes = DEMO) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of the checkpoint, matrices as [out, in]; the head is the embedding."""
-    heads = NUM_HEADS * HEAD_SIZE
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(PIECES), HIDDEN_SIZE)}
-    for layer in range(NUM_LAYERS):
+    heads = sizes.num_heads * sizes.head_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (len(PIECES), sizes.hidden_size)}
+    for layer in range(sizes.num_layers):
         prefix = f"model.layers.{layer}."
-        shapes[prefix + "input_layernorm.weight"] = (HIDDEN_SIZE,)
+        shapes[prefix + "input_layernorm.weight"] = (sizes.hidden_size,)
         for name in ("q_proj", "k_proj", "v_proj"):
-            shapes[f"{prefix}self_attn.{name}.weight"] = (heads, HIDDEN_SIZE)
-        shapes[prefix + "self_attn.o_proj.weight"] = (HIDDEN_SIZE, heads)
-        shapes[prefix + "post_attention_layernorm.weight"] = (HIDDEN_SIZE,)
-        shapes[prefix + "mlp.gate_proj.weight"] = (FFN_SIZE, HIDDEN_SIZE)
-        shapes[prefix + "mlp.up_proj.weight"] = (FFN_SIZE, HIDDEN_SIZE)
-        shapes[prefix + "mlp.down_proj.weight"] = (HIDDEN_SIZE, FFN_SIZE)
-    shapes["model.norm.weight"] = (HIDDEN_SIZE,)
+            shapes[f"{prefix}self_attn.{name}.weight"] = (heads, sizes.hidden_size)
+        shapes[prefix + "self_attn.o_proj.weight"] = (sizes.hidden_size, heads)
+        shapes[prefix + "post_attention_layernorm.weight"] = (sizes.hidden_size,)
+        shapes[prefix + "mlp.gate_proj.weight"] = (sizes.ffn_size, sizes.hidden_size)
+        shapes[prefix + "mlp.up_proj.weight"] = (sizes.ffn_size, sizes.hidden_size)
+        shapes[prefix + "mlp.down_proj.weight"] = (sizes.hidden_size, sizes.ffn_size)
+    shapes["model.norm.weight"] = (sizes.hidden_size,)
     return shapes
 
 
-def config() -> dict[str, object]:
+def config(sizes: Sizes = DEMO) -> dict[str, object]:
     """Return the content of config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
-        "head_dim": HEAD_SIZE,
+        "head_dim": sizes.head_size,
         "hidden_act": "silu",
-        "hidden_size": HIDDEN_SIZE,
+        "hidden_size": sizes.hidden_size,
         "initializer_range": 0.02,
-        "intermediate_size": FFN_SIZE,
+        "intermediate_size": sizes.ffn_size,
         "max_position_embeddings": MAX_POSITIONS,
         "mlp_bias": False,
         "model_type": "llama",
-        "num_attention_heads": NUM_HEADS,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_key_value_heads": NUM_HEADS,
+        "num_attention_heads": sizes.num_heads,
+        "num_hidden_layers": sizes.num_layers,
+        "num_key_value_heads": sizes.num_heads,
         "rms_norm_eps": NORM_EPSILON,
         "rope_scaling": None,
         "rope_theta": ROPE_THETA,
@@ -84,7 +97,7 @@ def config() -> dict[str, object]:
     }
 
 
-def write_model_directory(directory: Path) -> None:
+def write_model_directory(directory: Path, sizes: Sizes = DEMO) -> None:
     """Write the Hugging Face directory without the weights: configuration, tokenizer, chat template."""
     directory.mkdir(parents=True, exist_ok=True)
     build_tokenizer().save(str(directory / "tokenizer.json"))
@@ -96,7 +109,7 @@ def write_model_directory(directory: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     contents: dict[str, object] = {
-        "config.json": config(),
+        "config.json": config(sizes),
         "generation_config.json": {"do_sample": False, **ENDS_IDS},
         "special_tokens_map.json": ENDS,
         "tokenizer_config.json": tokenizer_config,
