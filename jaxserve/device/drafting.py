@@ -15,11 +15,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.api.sampling_options import SAMPLING_OPTIONS, OptionValues
+from jaxserve.device.draft_inputs import DraftInputs, StepTokens
 from jaxserve.device.handed_over import abstract_hidden
 from jaxserve.device.head_states import HeadStates
 from jaxserve.device.sampler_batch import SLOT_PARAMS, unpack_arrays
 from jaxserve.device.sharded_model import Drafter, ShardedModel
-from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, TokenPlaces, row_of_each_token, token_places
+from jaxserve.device.step_batch import BatchShape, LatestTokens, TokenPlaces, row_of_each_token, token_places
 from jaxserve.device.step_state import StepState
 from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import AttentionSettings, Pools
@@ -32,35 +33,14 @@ from jaxserve.sampling.verification import NOWHERE
 from pallas_kernels import AttentionBatch
 
 
-class StepTokens(NamedTuple):
-    """What a step's batch has instead of the ``ON_DEVICE`` values of its buffer.
-
-    Attributes:
-        tokens: Token ids.
-        starts: Position of each row's first token.
-        hidden: Hidden state of each token, before the norm of the head; None unless a draft head reads it.
-        aux: Inputs of the layers that the draft head reads; None if it reads none.
-    """
-
-    tokens: Int[Array, " T"]
-    starts: Int[Array, " R"]
-    hidden: Float[Array, "T D"] | None = None
-    aux: Float[Array, "T aux"] | None = None
-
-
-def step_tokens(batch: StepBatch) -> StepTokens:
-    """Return them for a step's batch."""
-    return StepTokens(batch.tokens, batch.positions.at[batch.row_starts].get(mode="clip"))
-
-
 def trace_drafts(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
     """Trace the drafting of a batch shape as a program of its own, for CPUs.
 
-    The traced function maps (packed parameters, ``Drafted``, buffer, ``StepTokens``) to ``Drafted``, which it donates.
+    The traced function maps (packed parameters, ``Drafted``, ``DraftInputs``) to ``Drafted``, which it donates.
     """
 
-    def drafts(arrays: tuple[Array, ...], before: Drafted, buffer: Int[Array, " size"], given: StepTokens) -> Drafted:
-        return draft(sharded, arrays, before, buffer, given, shape, "any")
+    def drafts(arrays: tuple[Array, ...], before: Drafted, inputs: DraftInputs) -> Drafted:
+        return draft(sharded, arrays, before, inputs.buffer, inputs.given, shape, "any")
 
     buffer = sharded.rows_struct((shape.buffer_size,), jnp.int32)
     given = StepTokens(*(sharded.rows_struct((size,), jnp.int32) for size in (shape.num_tokens, shape.num_rows)))
@@ -69,7 +49,8 @@ def trace_drafts(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
         aux = abstract_hidden(sharded, shape.num_tokens, num_aux) if num_aux else None
         given = given._replace(hidden=abstract_hidden(sharded, shape.num_tokens), aux=aux)
     before = Drafted(sharded.abstract_all_pools(), sharded.abstract_latest(), sharded.abstract_states())
-    return sharded.trace(drafts, (sharded.program_params, before, buffer, given), shardings(before), donated=[1])
+    inputs = DraftInputs(buffer, given)
+    return sharded.trace(drafts, (sharded.program_params, before, inputs), shardings(before), donated=[1])
 
 
 class Drafted(NamedTuple):

@@ -224,7 +224,7 @@ def test_a_draft_model_is_planned(small_model: Path) -> None:
     assert drafter is not None and drafted.needs.drafter == drafter.sharded.weight_bytes > 0
     assert drafted.needs.weights == alone.needs.weights + drafted.needs.drafter
     assert drafted.needs.page > alone.needs.page
-    assert num_programs(drafted.buckets, "cpu", has_drafter=True) <= 40
+    assert num_programs(drafted.buckets, "cpu", drafting=drafted.models[-1]) <= 40
     with pytest.raises(MemoryPlanError, match=r"for weights \(0\.00 GiB of them of the draft model\)"):
         plan_engine(dataclasses.replace(config, gpu_memory_utilization=1e-6, **drafting(small_model)))
 
