@@ -48,7 +48,7 @@ SLOW_CASES = (
         "test_greedy_tokens_equal_those_of_transformers",
         "(exaone4|muse-glimmer|glm4|cohere2|flex-olmo|nemotron|phi|hyperclovax|gpt-neo|apertus|nanochat|granite4|mistral4"
         "|afmoe)-tp2",
-        "the same rows' module against transformers; families with the same kinds of layers on two devices, here and in "
+        "the same rows' module against transformers; families with the same layers on two devices, here and in "
         "test_models.py",
     ),
     SlowCases(
