@@ -13,6 +13,7 @@ from jaxserve.device.memory import MemoryLedger
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.reshard.resharding import Resharder
 from jaxserve.text.chat_prompt import read_template
 
@@ -27,6 +28,7 @@ class RunningModel(abc.ABC):
     """
 
     def __init__(self, config: EngineConfig):
+        config = with_verifier(config)
         self._chat_template = read_template(config.chat_template)
         self._resharder = Resharder(config, start_engine(config))
         logger.info("%s", self.ledger)

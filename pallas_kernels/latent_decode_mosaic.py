@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention_scores import MASKED
 from pallas_kernels.combine_attention_mosaic import combine_splits
 from pallas_kernels.mosaic_ring import Lane, Span, Splits, Tiles, copy_lanes, swizzled
-from pallas_kernels.mosaic_support import Scoring, mosaic_gpu
+from pallas_kernels.mosaic_support import Scoring, mosaic_gpu, registers_of
 
 TILE = 64  # tokens that a round reads
 HEADS = 64  # query heads of a program: the rows of wgmma
@@ -38,7 +38,7 @@ _MOST_COLUMNS = 128  # of one wgmma: its operands must fit into the 128 register
 _CHUNK = 64  # features of queries that lie together in shared memory
 _HEADS_MULTIPLE = 8  # rows of the tiles of swizzled shared memory, which copies fill whole
 _PRODUCER, _SCORER, _FIRST_ADDER, _NUM_ADDERS = 0, 1, 2, 2
-_REGISTERS = {_PRODUCER: 40, _SCORER: 120, _FIRST_ADDER: 176}
+_REGISTERS = registers_of(40, 120, 176, 176)  # of each warpgroup
 
 
 class _Plan(NamedTuple):

@@ -18,6 +18,8 @@ _MOST_SHARED = 64 * 128  # query heads that share a key/value head, times their 
 _MOST_GROUP = 64  # of those heads
 _HEAD_DIMS = (64, 128, 256)
 _PAGE_SIZES = (16, 32, 64, 128)
+_REGISTERS = 65536  # of a multiprocessor
+_THREADS = 128  # of a warpgroup
 
 
 class Scoring(NamedTuple):
@@ -44,6 +46,24 @@ def interpreter(*, detect_races: bool = False) -> Any:
     """Return the parameters that run a kernel on a CPU, step by step. An exception inside leaves JAX in an
     inconsistent state; see the tests."""
     return mosaic_gpu().InterpretGPUParams(detect_races=detect_races)
+
+
+def registers_of(*warpgroups: int) -> tuple[int, ...]:
+    """Return the registers per thread that the warpgroups of a program ask for, once it is clear that they get them.
+
+    A program starts with an equal share of a multiprocessor's registers for each of its warpgroups. One that asks for
+    more than the others have given up waits for ever.
+
+    Raises:
+        ValueError: They ask for more than there are.
+    """
+    share = _REGISTERS // (_THREADS * len(warpgroups)) // 8 * 8
+    if sum(warpgroups) > share * len(warpgroups):
+        raise ValueError(
+            f"{len(warpgroups)} warpgroups start with {share} registers per thread, {share * len(warpgroups)} in all; "
+            f"they ask for {' + '.join(map(str, warpgroups))} = {sum(warpgroups)}"
+        )
+    return warpgroups
 
 
 def missing_jax() -> str | None:

@@ -19,12 +19,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention_scores import LOG2_E, MASKED
 from pallas_kernels.mosaic_ring import Ring, Span, Tiles, copy_tiles, swizzled
-from pallas_kernels.mosaic_support import Scoring, mosaic_gpu
+from pallas_kernels.mosaic_support import Scoring, mosaic_gpu, registers_of
 from pallas_kernels.paged_attention import AttentionBatch
 from pallas_kernels.prefill_blocks import block_map
 
 _ROWS = 64  # rows of a consumer's matmuls: query tokens times heads of a group
-_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 48, 232
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS, _ = registers_of(40, 232, 232)
 
 
 class _Plan(NamedTuple):

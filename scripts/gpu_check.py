@@ -13,8 +13,9 @@ Parts, in this order: ceilings (copy bandwidth and matrix rate; always measured,
 over all cases, with a fixed seed and a fresh one, 20 times each), kernels (benches in a CUDA graph, over rotating
 inputs larger than the L2 cache; each compares its result first), gemms (the layers' matrix multiplications as XLA makes
 them), compile (what XLA's tuning costs at a start and gives in a step), engine (random-weight checkpoints written to
-disk: starts, decode, the gap between steps, prefill, throughput), peers (JAX's own paged attention, PyTorch and cuDNN
-attention, transformers' static-cache generation).
+disk: starts, decode, the gap between steps, prefill, throughput), drafts (speculative decoding: each method's answers
+against those without drafts, and the speed with drafts of known acceptance), peers (JAX's own paged attention, PyTorch
+and cuDNN attention, transformers' static-cache generation).
 
 Each part runs in processes of its own: one that fails, hangs or loses the device does not stop the others. A process
 that says nothing for too long is taken to hang; items that hung or crashed their process are not run again, and
@@ -68,6 +69,7 @@ PARTS = {
     "gemms": 0.1,
     "compile": 0.2,
     "engine": 0.4,
+    "drafts": 0.2,
     "peers": 0.15,
 }
 TIME_LIMIT_S = 470.0

@@ -6,7 +6,7 @@
 #   bash scripts/gpu_first_run.sh 1        ceilings, and the smallest case of every implementation (4 minutes at most)
 #   bash scripts/gpu_first_run.sh 2        numerics, then kernels
 #   bash scripts/gpu_first_run.sh 3        the engine end to end
-#   bash scripts/gpu_first_run.sh 4        XLA's tuning, matrix multiplications and peers, if there is time left
+#   bash scripts/gpu_first_run.sh 4        XLA's tuning, matrix multiplications, drafts and peers, if there is time left
 #   bash scripts/gpu_first_run.sh          all four, one after the other
 #
 # Further arguments go to scripts/gpu_check.py, such as --retry-failed after a fix, or --commit where git is missing.
@@ -50,7 +50,7 @@ stage() { # number, arguments of gpu_check.py
   1) check 220 probe "$@" ;; # starts anew: no --resume
   2) check 505 numerics,kernels --resume "$@" ;;
   3) check 505 engine --resume "$@" ;;
-  4) check 505 compile,gemms,peers --resume "$@" ;;
+  4) check 505 compile,gemms,drafts,peers --resume "$@" ;;
   *)
     echo "error: unknown stage '$number'; stages: wheels, 1, 2, 3, 4" >&2
     return 2

@@ -12,6 +12,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+# Imports and the collection of tests leave little garbage, and each file ends by collecting it (``_unload_programs``).
+gc.set_threshold(200_000, 20, 100)
+
 # Threads enough for the collectives of eight virtual devices on any number of cores, and an end with a message when one
 # is stuck all the same.
 os.environ.setdefault("PJRT_NPROC", "16")
@@ -37,7 +40,7 @@ import hypothesis  # noqa: E402  (after the environment that JAX reads)
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import cost_profile, suite  # noqa: E402
+from tests import cost_profile, drafting, suite  # noqa: E402
 from tests.server_process import PROGRAMS_CACHE  # noqa: E402
 from tests.shape_checks import check_shapes  # noqa: E402
 
@@ -61,11 +64,12 @@ hypothesis.settings.load_profile("jaxserve")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--attention-backend`` and ``--kernels``, which every engine of the tests then takes, and others."""
+    """Add ``--attention-backend``, ``--kernels`` and ``--speculation``, which every engine of the tests then takes."""
     suite.add_options(parser)
     parser.addoption("--profile-costs", type=Path, help="write to this file what each test spends its time on")
     parser.addoption("--attention-backend", help="run engines with this one, such as pallas-interpret")
     parser.addoption("--kernels", choices=("native", "xla"), help="run engines with these alone")
+    parser.addoption("--speculation", choices=drafting.METHODS, help="run engines, also those of servers, with drafts")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -79,17 +83,19 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(cost_profile.ProfileFile(path))
         if is_worker or not config.getoption("numprocesses", None):
             config.pluginmanager.register(cost_profile.Profile())
+    if (method := config.getoption("--speculation")) is not None:
+        os.environ[drafting.VARIABLE] = method
     names = {"attention_backend": "--attention-backend", "kernels": "--kernels"}
     given = {name: config.getoption(option) for name, option in names.items()}
     defaults = {name: value for name, value in given.items() if value is not None}
-    if not defaults:
+    if not defaults and method is None:
         return
     if "attention_backend" in defaults:
         os.environ["TESTS_ATTENTION_BACKEND"] = defaults["attention_backend"]
     make = EngineConfig.__init__
 
     def make_with_defaults(self: EngineConfig, **settings: Any) -> None:
-        make(self, **{**defaults, **settings})
+        make(self, **{**defaults, **drafting.default(settings), **settings})
 
     EngineConfig.__init__ = make_with_defaults
 
@@ -107,18 +113,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Take what was imported out of garbage collection, which takes a sixth of the time of tests otherwise.
-
-    And collect seldom: each file ends with a collection (``_unload_programs``).
-    """
+    """Take what was imported out of garbage collection, which takes a sixth of the time of tests otherwise."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
-
-
-def pytest_sessionfinish() -> None:
-    """Let the interpreter collect everything at its end."""
-    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -136,6 +133,7 @@ def _unload_programs(request: pytest.FixtureRequest) -> Iterator[None]:
             value.cache_clear()
     jax.clear_caches()
     gc.collect()
+    gc.freeze()  # what is left is imported modules: the next file's collections need not look at them
 
 
 _LOGGER = logging.getLogger("jaxserve")

@@ -272,9 +272,9 @@ def watch_programs(patch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """Note for each step whether its program is for decode alone, and its rows if all decode, else 0."""
     decoded, build = list[tuple[bool, int]](), batch.build
 
-    def noted(held: Any, plan: Any, shape: Any, variant: int) -> Any:
+    def noted(held: Any, plan: Any, shape: Any, *sizes: int) -> Any:
         decoded.append((shape.decode_only, plan.num_rows if plan.is_decode_only else 0))
-        return build(held, plan, shape, variant)
+        return build(held, plan, shape, *sizes)
 
     patch.setattr(batch, "build", noted)
     return decoded

@@ -8,7 +8,7 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_params import RepetitionDetectionParams
 from jaxserve.scheduling.proposers.proposer import DraftProposer
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import Sequence, in_mask
 
 
 def make_sequence(
@@ -70,6 +70,14 @@ class Taken:
 
     def __init__(self) -> None:
         self.taken: list[int] = []
+
+    def mask(self) -> bytes | None:
+        """All are allowed."""
+        return None
+
+    def allows(self, token: int) -> bool:
+        """Whether the mask has it."""
+        return in_mask(self.mask(), token)
 
     def forced(self) -> list[int]:
         """Nothing is."""

@@ -143,6 +143,12 @@ SLOW_CASES = (
         "two devices, and the programs of a GPU",
     ),
     SlowCases(
+        "jaxserve/test_head_requests.py",
+        "test_answers_on_several_devices_are_those_without_a_head",
+        "mtp-.*",
+        "the same stages with EAGLE-3, which needs the states of several layers",
+    ),
+    SlowCases(
         "jaxserve/test_draft_requests.py",
         "test_.*",
         "one step at a time(-.*)?",

@@ -706,7 +706,7 @@ def test_unknown_parts_are_refused(capsys):
     with pytest.raises(SystemExit):
         parse(["--only", "kernels,speed"])
     assert (
-        "unknown part speed; parts: ceilings, probe, numerics, kernels, gemms, compile, engine, peers"
+        "unknown part speed; parts: ceilings, probe, numerics, kernels, gemms, compile, engine, drafts, peers"
         in capsys.readouterr().err
     )
 
@@ -768,11 +768,11 @@ def test_a_first_run_s_commands(tmp_path):
         ("probe",),
         ("numerics", "kernels"),
         ("engine",),
-        ("compile", "gemms", "peers"),
+        ("compile", "gemms", "drafts", "peers"),
     ]
     assert [call.resume for call in calls] == [False, True, True, True]
     assert all(call.time_limit + 30 < 540 and call.name == "test_run" for call in calls)
-    assert (tmp_path / "out" / "test_run.json").read_text() == "compile,gemms,peers\n"
+    assert (tmp_path / "out" / "test_run.json").read_text() == "compile,gemms,drafts,peers\n"
     done = subprocess.run(["bash", str(copy), "5"], env=settings, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "unknown stage '5'; stages: wheels, 1, 2, 3, 4" in done.stderr
 

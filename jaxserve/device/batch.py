@@ -8,7 +8,7 @@ from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.row_starts import as_array
 
 
-def build(slots: Slots, plan: StepPlan, shape: BatchShape, variant: int) -> np.ndarray:
+def build(slots: Slots, plan: StepPlan, shape: BatchShape, variant: int, num_drafts: int = 0) -> np.ndarray:
     """Return the int32 buffer of one lane's part of a step, padded to ``shape``; call once per plan, in order.
 
     Args:
@@ -16,6 +16,7 @@ def build(slots: Slots, plan: StepPlan, shape: BatchShape, variant: int) -> np.n
         plan: The lane's plan.
         shape: Batch shape.
         variant: Index of the sampler variant.
+        num_drafts: Most drafts that the plans of all lanes make after the step.
     """
     buffer = _padding(slots, shape).copy()
     views = _views(buffer, shape)
@@ -47,6 +48,7 @@ def build(slots: Slots, plan: StepPlan, shape: BatchShape, variant: int) -> np.n
     buffer[start:stop].reshape(size)[:, :num_rows] = slots.params[:, rows]
     views["num_rows"][...] = num_rows
     views["variant"][...] = variant
+    views["num_drafts"][...] = num_drafts
     return buffer
 
 

@@ -63,7 +63,8 @@ class Buckets:
         this keeps the number of programs below 40. If kernels skip padding (``skips_padding``), the sizes are the
         largest one, an eighth of it, and so on. All sizes are rounded up to multiples of ``multiple``, those of mixed
         shapes also to multiples of ``token_multiple``, the number of devices that share the tokens of a step. With
-        drafts, no default sizes are halfway, and decode shapes with drafts have the most rows, an eighth, and so on.
+        drafts, no default sizes are halfway, and decode shapes with drafts have the most rows, an eighth, and so on; if
+        kernels skip padding, there is one mixed shape, as startup takes long enough with the shapes for drafts.
 
         Raises:
             ConfigError: A size in ``compile_sizes`` is larger than any step, or no mixed size holds the largest step.
@@ -72,7 +73,8 @@ class Buckets:
         multiples = {"decode": multiple, "mixed": math.lcm(multiple, token_multiple)}
         _check_given(given, max_num_seqs, max_num_batched_tokens, multiples)
         if skips_padding:
-            defaults = _eighths(_FEWEST_ROWS, max_num_seqs), _eighths(_FEWEST_TOKENS, max_num_batched_tokens)
+            fewest = _FEWEST_TOKENS if max_samples == 1 else max_num_batched_tokens
+            defaults = _eighths(_FEWEST_ROWS, max_num_seqs), _eighths(fewest, max_num_batched_tokens)
         else:
             halfway = max_samples == 1
             few_from = 16 if halfway and max_num_seqs <= _FEW_ROWS else max_num_seqs

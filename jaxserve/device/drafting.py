@@ -1,6 +1,7 @@
 """Drafting on the device: after the sampler, a draft model guesses the tokens of each slot's next row.
 
-The draft model takes in every token that the model took in during the step, and the sampled ones, so that its keys and
+Each draft takes a pass of the draft model over one token per row. The host says how many drafts the next rows want. The
+draft model takes in every token that the model took in during the step, and the sampled ones, so that its keys and
 values are in the same pages at the same positions, whatever happened to a context before. Drafts stay on the device
 (``LatestTokens.drafts``), where the slot's next row reads them.
 """
@@ -14,11 +15,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.api.sampling_options import SAMPLING_OPTIONS, OptionValues
+from jaxserve.device.draft_inputs import DraftInputs, StepTokens
 from jaxserve.device.handed_over import abstract_hidden
 from jaxserve.device.head_states import HeadStates
 from jaxserve.device.sampler_batch import SLOT_PARAMS, unpack_arrays
 from jaxserve.device.sharded_model import Drafter, ShardedModel
-from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, TokenPlaces, row_of_each_token, token_places
+from jaxserve.device.step_batch import BatchShape, LatestTokens, TokenPlaces, row_of_each_token, token_places
 from jaxserve.device.step_state import StepState
 from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import AttentionSettings, Pools
@@ -31,35 +33,14 @@ from jaxserve.sampling.verification import NOWHERE
 from pallas_kernels import AttentionBatch
 
 
-class StepTokens(NamedTuple):
-    """What a step's batch has instead of the ``ON_DEVICE`` values of its buffer.
-
-    Attributes:
-        tokens: Token ids.
-        starts: Position of each row's first token.
-        hidden: Hidden state of each token, before the norm of the head; None unless a draft head reads it.
-        aux: Inputs of the layers that the draft head reads; None if it reads none.
-    """
-
-    tokens: Int[Array, " T"]
-    starts: Int[Array, " R"]
-    hidden: Float[Array, "T D"] | None = None
-    aux: Float[Array, "T aux"] | None = None
-
-
-def step_tokens(batch: StepBatch) -> StepTokens:
-    """Return them for a step's batch."""
-    return StepTokens(batch.tokens, batch.positions.at[batch.row_starts].get(mode="clip"))
-
-
 def trace_drafts(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
     """Trace the drafting of a batch shape as a program of its own, for CPUs.
 
-    The traced function maps (packed parameters, ``Drafted``, buffer, ``StepTokens``) to ``Drafted``, which it donates.
+    The traced function maps (packed parameters, ``Drafted``, ``DraftInputs``) to ``Drafted``, which it donates.
     """
 
-    def drafts(arrays: tuple[Array, ...], before: Drafted, buffer: Int[Array, " size"], given: StepTokens) -> Drafted:
-        return draft(sharded, arrays, before, buffer, given, shape, "any")
+    def drafts(arrays: tuple[Array, ...], before: Drafted, inputs: DraftInputs) -> Drafted:
+        return draft(sharded, arrays, before, inputs.buffer, inputs.given, shape, "any")
 
     buffer = sharded.rows_struct((shape.buffer_size,), jnp.int32)
     given = StepTokens(*(sharded.rows_struct((size,), jnp.int32) for size in (shape.num_tokens, shape.num_rows)))
@@ -68,7 +49,8 @@ def trace_drafts(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
         aux = abstract_hidden(sharded, shape.num_tokens, num_aux) if num_aux else None
         given = given._replace(hidden=abstract_hidden(sharded, shape.num_tokens), aux=aux)
     before = Drafted(sharded.abstract_all_pools(), sharded.abstract_latest(), sharded.abstract_states())
-    return sharded.trace(drafts, (sharded.program_params, before, buffer, given), shardings(before), donated=[1])
+    inputs = DraftInputs(buffer, given)
+    return sharded.trace(drafts, (sharded.program_params, before, inputs), shardings(before), donated=[1])
 
 
 class Drafted(NamedTuple):
@@ -119,19 +101,34 @@ def draft(
         kept = run.kept(states, own, fields)
         seen, states = _Seen(own, run.before(states._replace(pages=kept.pages), fields)), kept
     taken = run.take_in(fields, pools[first:], shape, seen)
-    num_drafts = latest.drafts.shape[1]
-    filled = jnp.zeros((num_drafts, shape.num_rows), jnp.int32).at[0].set(taken.token)
+    empty = jnp.zeros((latest.drafts.shape[1], shape.num_rows), jnp.int32)
 
     def one_more(i: Int[Array, ""], carry: tuple[_Taken, Int[Array, "drafts R"]]) -> Any:
         taken, filled = carry
-        taken = run.go_on(taken, i)
-        return taken, filled.at[i].set(taken.token)
+        inside = _Run.of(sharded, _for_round(sharded, drafter, arrays, i), rows, run.variant)
+        num_passes = jnp.minimum(i, 1)  # none before the first draft; a condition might copy the pages
+        taken = lax.fori_loop(0, num_passes, lambda _, taken: inside.go_on(taken, filled[i - 1], i), taken)
+        return taken, filled.at[i].set(inside.sampled(taken.hidden, i))
 
-    if num_drafts > 1:
-        taken, filled = lax.fori_loop(1, num_drafts, one_more, (taken, filled))
+    taken, filled = lax.fori_loop(0, fields["num_drafts"], one_more, (taken, empty))
     slots = jnp.where(rows.samples, fields["sampled_slots"], sharded.num_slots)
     latest = latest._replace(drafts=latest.drafts.at[slots].set(filled.T, mode="drop"))
     return Drafted((*pools[:first], *taken.pools), latest, states)
+
+
+def _for_round(
+    sharded: ShardedModel, drafter: Drafter, arrays: tuple[Array, ...], i: Int[Array, ""]
+) -> tuple[Array, ...]:
+    """Return the packed parameters for round ``i`` of a loop, on which those outside of layers seem to depend.
+
+    XLA on CPUs would otherwise convert the whole embedding to float32 before the loop, for the rows looked up in it.
+    """
+    models = (sharded, drafter.sharded)
+    names = [[*model.abstract_model.params][group[0]] for model in models for group in model.packing.groups]
+    indices = [index for index, name in enumerate(names) if not name.startswith("layers.")]
+    tables, _ = lax.optimization_barrier(([arrays[index] for index in indices], i))
+    changed = dict(zip(indices, tables, strict=True))
+    return tuple(changed.get(index, array) for index, array in enumerate(arrays))
 
 
 class _Rows(NamedTuple):
@@ -201,13 +198,11 @@ class _Taken(NamedTuple):
 
     Attributes:
         pools: The drafter's pools.
-        token: The token after each row.
-        state: The state of the token before that, for a draft head.
+        hidden: The hidden state of each row's latest token, from which the next is drafted.
     """
 
     pools: tuple[Pools, ...]
-    token: Int[Array, " R"]
-    state: Float[Array, "R D"] | None
+    hidden: Float[Array, "R D"]
 
 
 class _Run(NamedTuple):
@@ -292,11 +287,11 @@ class _Run(NamedTuple):
         places = self._places(positions, row_of, rows.page_table)
         before = None if seen is None else seen.before(moved_to, begins, num_tokens)
         hidden, pools = self._through(tokens, positions, row_of, batch, places, pools, splits, before)
-        return self._taken(hidden.at[sampled].get(mode="clip"), pools, rows.position + 1)
+        return _Taken(pools, hidden.at[sampled].get(mode="clip"))
 
-    def go_on(self, taken: _Taken, count: Int[Array, ""]) -> _Taken:
-        """Take in the draft of each row, which is ``count`` tokens after its sampled one."""
-        rows, row = self.rows, jnp.arange(len(taken.token), dtype=jnp.int32)
+    def go_on(self, taken: _Taken, drafts: Int[Array, " R"], count: Int[Array, ""]) -> _Taken:
+        """Take in the latest draft of each row, which is ``count`` tokens after its sampled one."""
+        rows, row = self.rows, jnp.arange(len(drafts), dtype=jnp.int32)
         positions = jnp.maximum(jnp.minimum(rows.position + count, rows.limits - 1), 0)
         batch = {
             "page_tables": rows.page_table[None],
@@ -306,8 +301,10 @@ class _Run(NamedTuple):
             "num_rows": rows.is_used.sum(dtype=jnp.int32),
         }
         places = self._places(positions, jnp.where(rows.samples, row, len(row)), rows.page_table)
-        hidden, pools = self._through(taken.token, positions, row, batch, places, taken.pools, True, taken.state)
-        return self._taken(hidden, pools, rows.position + count + 1)
+        state = None if isinstance(self.model, CausalLM) else self.model.next_state(taken.hidden)
+        state = None if state is None else state.astype(taken.hidden.dtype)
+        hidden, pools = self._through(drafts, positions, row, batch, places, taken.pools, True, state)
+        return _Taken(pools, hidden)
 
     def _places(
         self, positions: Int[Array, " T"], rows: Int[Array, " T"], page_table: Int[Array, "R M"]
@@ -363,13 +360,8 @@ class _Run(NamedTuple):
             found = self.model.hidden(self.model.embedded(self.target, tokens), before, own, pools, settings)
         return found.x, tuple(found.pools)
 
-    def _taken(self, hidden: Float[Array, "R D"], pools: tuple[Pools, ...], positions: Int[Array, " R"]) -> _Taken:
-        """Return the token after each row, at these positions, and the state of the token before it."""
-        state = None if isinstance(self.model, CausalLM) else self.model.next_state(hidden).astype(hidden.dtype)
-        return _Taken(pools, self._sampled(hidden, positions), state)
-
-    def _sampled(self, hidden: Float[Array, "R D"], positions: Int[Array, " R"]) -> Int[Array, " R"]:
-        """Return the token after each row, drawn with the noise of its position."""
+    def sampled(self, hidden: Float[Array, "R D"], count: Int[Array, ""]) -> Int[Array, " R"]:
+        """Return the token that follows ``count`` drafts of each row, drawn with the noise of its position."""
         sharded, num_rows = self.drafter.sharded, self.rows.is_used.sum(dtype=jnp.int32)
         if isinstance(self.model, CausalLM):
             logits = self.model.logits(hidden, num_rows, sharded.layer_tile)
@@ -380,7 +372,8 @@ class _Run(NamedTuple):
                 width = sharded.vocab_width // sharded.parallel.parts(sharded.parallel.vocab)
                 logits = sharded.split.part(logits, width, -jnp.inf)
         is_greedy = (self.variant == VARIANTS.index("greedy")) | self.drafter.is_greedy
-        values, structure = jax.tree.flatten(self.rows.inputs._replace(positions=positions))
+        inputs = self.rows.inputs._replace(positions=self.rows.position + count + 1)
+        values, structure = jax.tree.flatten(inputs)
 
         def tokens_of(logits: Float[Array, "R V"], *values: Array) -> Int[Array, " R"]:
             return sample_plainly(logits, jax.tree.unflatten(structure, values), is_greedy, sharded.sampler)

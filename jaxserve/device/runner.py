@@ -62,8 +62,8 @@ def _result(output: Any, plan: StepPlan, errors: tuple[RowError, ...]) -> StepRe
 def _token_lists(tokens: np.ndarray, plan: StepPlan) -> list[list[int]]:
     """Return the tokens of each row, without those that are none."""
     if plan.has_drafts:
-        counts = zip(plan.first_samples, plan.num_samples, strict=True)
-        return [[t for t in tokens[first : first + count].tolist() if t != NO_TOKEN] for first, count in counts]
+        flat, counts = tokens.tolist(), zip(plan.first_samples, plan.num_samples, strict=True)
+        return [[token for token in flat[first : first + count] if token != NO_TOKEN] for first, count in counts]
     tokens = tokens[: plan.num_rows]
     lists = tokens[:, None].tolist()
     is_empty = (tokens == NO_TOKEN) | (as_array(plan.num_samples) == 0)
@@ -194,7 +194,8 @@ class LocalRunner:
         mask = self._open_masks[num_samples]
         if any(masked):
             mask = self._held_masks.get(num_samples, masked, functools.partial(self._make_masks, num_samples, masked))
-        buffer = _joined([batch.build(slots, plan, shape, VARIANTS.index(variant)) for slots, plan in lanes])
+        sizes = VARIANTS.index(variant), max(plan.num_drafts for plan in plans)
+        buffer = _joined([batch.build(slots, plan, shape, *sizes) for slots, plan in lanes])
         inputs = StepInputs(plans, shape, step, variant, buffer, mask)
         if not is_masked and all(start == ON_DEVICE for plan in plans for start in plan.starts):
             self._inputs.append(inputs)
@@ -256,7 +257,7 @@ class LocalRunner:
         last.set_up_slots([[row]] * num_lanes)
         self._copy_pages([[PageCopy(page, page)]] * num_lanes)
         for (shape, variant), step in last.items():
-            number = VARIANTS.index("greedy" if variant == "any" else variant)
+            sizes = VARIANTS.index("greedy" if variant == "any" else variant), last.model.num_drafts
             chunk = [token] * min(2, shape.num_tokens, last.model.page_size)
             mixed = StepPlan(0, targets=[ChunkTargets(0, chunk)])
             mixed.add_row(slot, 0, chunk, 1)
@@ -264,7 +265,7 @@ class LocalRunner:
             drafts.add_row(slot, 0, chunk, len(chunk))
             plans = [drafts if shape.has_drafts else decode if shape.decode_only else mixed] * num_lanes
             lanes = zip(self._lanes, plans, strict=True)
-            buffer = _joined([batch.build(slots, plan, shape, number) for slots, plan in lanes])
+            buffer = _joined([batch.build(slots, plan, shape, *sizes) for slots, plan in lanes])
             hidden = () if self._pipeline is None else self._pipeline.run(plans, shape, buffer)[0]
             outputs = step(last.params, last.state, buffer, self._open_masks[shape.sampler.num_samples], *hidden)
             last.state, _ = jax.block_until_ready(outputs)

@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.device.drafting import Drafted, StepTokens, step_tokens
+from jaxserve.device.draft_inputs import DraftInputs, step_tokens, widened
+from jaxserve.device.drafting import Drafted
 from jaxserve.device.handed_over import abstract_input
 from jaxserve.device.sampler_batch import SamplerShape, unpack_sampler
 from jaxserve.device.sharded_model import ShardedModel
@@ -46,7 +47,7 @@ class ModelOutput(NamedTuple):
         prompt: The scorer's input, padded to the largest step; None in decode shapes.
         sums: See ``StepOutput``.
         expert_tokens: See ``StepOutput``.
-        step_tokens: Input of the drafter; None without one.
+        drafting: Inputs of the drafter; None without one.
     """
 
     logits: Float[Array, "samples V"]
@@ -54,7 +55,7 @@ class ModelOutput(NamedTuple):
     prompt: PromptTokens | None
     sums: Float[Array, "R D"] | None
     expert_tokens: Int[Array, "layers E"] | None
-    step_tokens: StepTokens | None
+    drafting: DraftInputs | None
 
 
 class SamplerOutput(NamedTuple):
@@ -103,11 +104,13 @@ class SplitStep:
         prompt = None if self.scorer is None else self.scorer(params, output.prompt)
         state = state._replace(latest=sampled.latest, tables=sampled.tables or state.tables)
         if self.drafts is not None:
-            state = self.drafts(params, Drafted.before(state), buffer, output.step_tokens).put_into(state)
+            state = self.drafts(params, Drafted.before(state), output.drafting).put_into(state)
         return state, StepOutput(sampled.tokens, sampled.logprobs, prompt, output.sums, output.expert_tokens)
 
 
-def trace_model(sharded: ShardedModel, shape: BatchShape, max_tokens: int) -> jax.stages.Traced:
+def trace_model(
+    sharded: ShardedModel, shape: BatchShape, max_tokens: int, drafting: BatchShape | None = None
+) -> jax.stages.Traced:
     """Trace the steps of a batch shape up to their logits.
 
     The traced function maps (packed parameters, ``StepState``, buffer) to (``StepState``, ``ModelOutput``) and donates
@@ -118,6 +121,7 @@ def trace_model(sharded: ShardedModel, shape: BatchShape, max_tokens: int) -> ja
         sharded: The model.
         shape: Batch shape.
         max_tokens: Query tokens of the largest step, for which the scorer is compiled.
+        drafting: Shape for which the drafter is compiled; None without one.
     """
     sharded = sharded.for_shape(shape)
     attention = attention_settings(sharded, shape)
@@ -139,10 +143,13 @@ def trace_model(sharded: ShardedModel, shape: BatchShape, max_tokens: int) -> ja
             padding = (0, max_tokens - shape.num_tokens)
             targets = jnp.pad(batch.targets, padding, constant_values=-1)
             prompt = PromptTokens(jnp.pad(hidden, (padding, (0, 0))), targets, batch.num_target_tokens[None])
-        seen = None if sharded.drafter is None else step_tokens(batch)
-        if seen is not None and sharded.aux_layers is not None:
-            seen = seen._replace(hidden=hidden, aux=aux)
-        return state, ModelOutput(logits, sampler_part(buffer, shape, batch), prompt, sums, expert_tokens, seen)
+        inputs = None
+        if drafting is not None:
+            seen = step_tokens(batch)
+            if sharded.aux_layers is not None:
+                seen = seen._replace(hidden=hidden, aux=aux)
+            inputs = widened(sharded, DraftInputs(buffer, seen), shape, drafting)
+        return state, ModelOutput(logits, sampler_part(buffer, shape, batch), prompt, sums, expert_tokens, inputs)
 
     state, buffer = sharded.abstract_state(), sharded.rows_struct((shape.buffer_size,), jnp.int32)
     rows = sharded.rows_sharding

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxserve.device.buckets import Buckets
 from jaxserve.device.compiling import Compiling, bytes_of, submit
+from jaxserve.device.draft_inputs import drafting_shape
 from jaxserve.device.drafting import trace_drafts
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
@@ -48,13 +49,25 @@ def step_keys(buckets: Buckets, platform: str, always_full: bool = False) -> lis
 
 
 def num_programs(
-    buckets: Buckets, platform: str, always_full: bool = False, num_stages: int = 1, has_drafter: bool = False
+    buckets: Buckets,
+    platform: str,
+    always_full: bool = False,
+    num_stages: int = 1,
+    drafting: ShardedModel | None = None,
 ) -> int:
     """Return the number of programs; on CPUs it includes a sampler per ``SamplerShape``, the scorer, and the drafting
-    of each step."""
-    keys = step_keys(buckets, platform, always_full)
-    others = (num_stages - 1) * len(buckets.shapes()) + (len(keys) if has_drafter and platform == "cpu" else 0)
+    after steps of a last stage ``drafting``."""
+    keys, others = step_keys(buckets, platform, always_full), (num_stages - 1) * len(buckets.shapes())
+    if drafting is not None and platform == "cpu":
+        others += len(set(_drafting_shapes(drafting, buckets).values()))
     return others + len(keys) + (len({shape.sampler for shape, _ in keys}) + 1 if platform == "cpu" else 0)
+
+
+def _drafting_shapes(sharded: ShardedModel, buckets: Buckets) -> dict[BatchShape, BatchShape]:
+    """Return the shape of the program that drafts after steps of each shape; empty without a drafter."""
+    if sharded.drafter is None:
+        return {}
+    return {shape: drafting_shape(sharded, shape, buckets.shapes()) for shape in buckets.shapes()}
 
 
 class Stage:
@@ -116,14 +129,18 @@ class Stage:
         scorer = submit(pool, trace_scorer(model, max_tokens))
         sizes = sorted({shape.sampler for shape, _ in self.keys})
         samplers = {size: submit(pool, trace_sampler(model, size)) for size in sizes}
-        futures = {key: submit(pool, trace_model(model, key[0], max_tokens)) for key in self.keys}
-        drafts = {key: submit(pool, trace_drafts(model, key[0])) for key in self.keys if model.drafter is not None}
+        drafting = _drafting_shapes(model, self.buckets)
+        drafts = {shape: submit(pool, trace_drafts(model, shape)) for shape in dict.fromkeys(drafting.values())}
+        futures = {
+            (shape, variant): submit(pool, trace_model(model, shape, max_tokens, drafting.get(shape)))
+            for shape, variant in self.keys
+        }
         return {
             (shape, variant): SplitStep(
                 future.result(),
                 samplers[shape.sampler].result(),
                 None if shape.decode_only else scorer.result(),
-                drafts[shape, variant].result() if drafts else None,
+                drafts[drafting[shape]].result() if drafts else None,
             )
             for (shape, variant), future in futures.items()
         }

@@ -66,7 +66,7 @@ class BatchShape:
             "counted_slots": rows,
             **dict.fromkeys(("pooled_from", "carried_slots"), (0,) if self.decode_only else rows),
             "num_shared_pages": (self.num_tables,),
-            "num_target_tokens": scalar,
+            **dict.fromkeys(("num_target_tokens", "num_drafts"), scalar),
             **self.sampler.shapes,
         }
         return lay_out(shapes)

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.device.drafting import Drafted, draft, step_tokens
+from jaxserve.device.draft_inputs import step_tokens
+from jaxserve.device.drafting import Drafted, draft
 from jaxserve.device.handed_over import abstract_input
 from jaxserve.device.sampler_batch import SamplerBatch
 from jaxserve.device.sharded_model import ShardedModel

@@ -287,9 +287,7 @@ def log_choices(plan: EnginePlan) -> None:
         sharded.layout.name,
         sharded.kernel.name,
         sharded.page_size,
-        num_programs(
-            plan.buckets, device.platform, sharded.is_always_full, plan.num_stages, plan.models[-1].drafter is not None
-        ),
+        num_programs(plan.buckets, device.platform, sharded.is_always_full, plan.num_stages, plan.models[-1]),
     )
     if plan.num_stages > 1:
         layers = (f"{sharded.stage.first} to {sharded.stage.stop - 1}" for sharded in plan.replicas[0] if sharded.stage)

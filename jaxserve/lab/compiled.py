@@ -1,6 +1,5 @@
 """Steps compiled for a GPU that need not exist, with XLA's device-less path: what they need and communicate."""
 
-import dataclasses
 import os
 import re
 import warnings
@@ -74,7 +73,7 @@ def compile_step(sharded: ShardedModel, shape: BatchShape, device: Device) -> Co
         ConfigError: The device is no GPU of the table, or JAX's CUDA wheels are missing.
     """
     mesh = _mesh(MeshShape(**{axis: sharded.mesh.shape[axis] for axis in ("tensor", "expert")}), device)
-    sharded = dataclasses.replace(sharded, mesh=mesh, num_pages=_PAGES)
+    sharded = sharded.placed(mesh, _PAGES)
     with use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX 0.11 on Pallas-Triton; donated arguments that no result can take
         traced = trace_step(sharded, shape, "any") if sharded.is_last else trace_hidden(sharded, shape)

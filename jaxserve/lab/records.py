@@ -10,6 +10,7 @@ from typing import Literal
 
 Source = Literal["counted", "compiled", "measured", "modelled"]
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DRAFT_BATCH_SIZES = (1, 8, 32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,3 +156,78 @@ class StepCost:
         """What takes most of the time: ``memory``, ``compute`` or ``communication``."""
         times = {"memory": self.memory_s, "compute": self.compute_s, "communication": self.communication_s}
         return max(times, key=lambda name: times[name])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterMemory:
+    """What a model that drafts adds to each device of the last stage, in bytes counted from shapes.
+
+    Attributes:
+        name: Its architecture, or the method of a draft head.
+        dtype: Element type of its weights.
+        weights: Parameters.
+        kv_bytes_per_token: Keys and values of one token, in the pages of the model.
+        page_state_bytes: State that a draft head keeps beside each page.
+        slot_bytes: State that it keeps for the running sequences, with their drafts.
+    """
+
+    name: str
+    dtype: str
+    weights: int
+    kv_bytes_per_token: int
+    page_state_bytes: int
+    slot_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftCost:
+    """Time of a decode step that verifies drafts, beside that of one without; modelled.
+
+    Attributes:
+        batch: Sequences of all replicas, lanes and microbatches together.
+        num_drafts: Drafts of each sequence that a step verifies.
+        plain_s: Time of a step without drafts, between two tokens of a sequence.
+        step_s: Time of a step with drafts, drafting included.
+        drafting_s: Time of the drafter's passes.
+    """
+
+    batch: int
+    num_drafts: int
+    plain_s: float
+    step_s: float
+    drafting_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Times of a step without drafts that one with drafts takes: the tokens per step from which they pay."""
+        return self.step_s / self.plain_s
+
+    @property
+    def acceptance(self) -> float | None:
+        """Smallest probability of accepting each draft, the ones before it being accepted, at which drafts pay; None
+        if they do not even if all are accepted."""
+        if self.ratio > 1 + self.num_drafts:
+            return None
+        below, above = 0.0, 1.0
+        for _ in range(40):
+            middle = (below + above) / 2
+            pays = sum(middle**position for position in range(1 + self.num_drafts)) >= self.ratio
+            below, above = (below, middle) if pays else (middle, above)
+        return above
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftingPlan:
+    """What speculative decoding needs and when it pays.
+
+    Attributes:
+        method: Method of ``speculative_config``.
+        num_speculative_tokens: Most drafts per sequence.
+        drafter: The model that drafts; None for methods without one.
+        costs: Decode steps of some batch sizes.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    drafter: DrafterMemory | None
+    costs: tuple[DraftCost, ...]

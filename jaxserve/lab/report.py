@@ -5,7 +5,7 @@ import html
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jaxserve.lab.records import Communication, StageMemory, StepCost
+from jaxserve.lab.records import Communication, DraftingPlan, StageMemory, StepCost
 
 _MOST_COLUMNS = 4
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
@@ -18,6 +18,8 @@ SOURCES = {
     "number and bytes of communication": "counted",
     "weight_bytes, kv_bytes, flops": "counted",
     "seconds, tokens_per_s": "modelled",
+    "bytes of the drafter": "counted",
+    "ratio and acceptance of drafts": "modelled, unmeasured",
 }
 """Where the numbers of a plan come from; a device or link that was measured says so itself."""
 
@@ -142,6 +144,50 @@ def time_table(
     source = "modelled" if rates == "modelled" else f"modelled from {rates} rates"
     title = f"Time ({source}; decode at {context:,} tokens of context, prefill of {tokens:,} tokens per prompt)"
     return title, names, rows
+
+
+def drafting_tables(plan: DraftingPlan, rates: str = "modelled") -> list[Table]:
+    """Return the memory of a drafter, if there is one, and the times of steps with drafts.
+
+    Args:
+        plan: Speculative decoding.
+        rates: Source of the device's rates.
+    """
+    tables = list[Table]()
+    if plan.drafter is not None:
+        lines = {
+            "weights": plan.drafter.weights,
+            "KV bytes per token": plan.drafter.kv_bytes_per_token,
+            "states beside each page": plan.drafter.page_state_bytes,
+            "states and drafts of sequences": plan.drafter.slot_bytes,
+        }
+        title = (
+            f"Drafter on each device of the last stage: {plan.drafter.name}, {plan.drafter.dtype}; part of the above"
+        )
+        tables.append((title, ("", "bytes", "source"), [[name, size(each), "counted"] for name, each in lines.items()]))
+    names = ("batch", "drafts", "without", "with", "of it drafting", "ratio", "pays from")
+    rows = [
+        [
+            str(cost.batch),
+            str(cost.num_drafts),
+            seconds(cost.plain_s),
+            seconds(cost.step_s),
+            seconds(cost.drafting_s) if plan.drafter is not None else "-",
+            f"{cost.ratio:.2f}",
+            "never" if cost.acceptance is None else f"{cost.acceptance:.0%} accepted",
+        ]
+        for cost in plan.costs
+    ]
+    source = "modelled, unmeasured" if rates == "modelled" else f"modelled from {rates} rates"
+    what = f"{plan.method}, {plan.num_speculative_tokens} drafts per sequence"
+    title = f"Decode steps without and with drafts ({what}; {source})"
+    return [*tables, (title, names, rows)]
+
+
+def drafting_dict(plan: DraftingPlan) -> dict[str, Any]:
+    """Return speculative decoding as values that JSON can hold."""
+    costs = [{**fields_dict(cost), "ratio": cost.ratio, "acceptance": cost.acceptance} for cost in plan.costs]
+    return {**fields_dict(plan), "drafter": plan.drafter and fields_dict(plan.drafter), "costs": costs}
 
 
 def step_dict(step: StepCost) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class PreparedReshard:
         plan, sharded = self._plan, self._plan.models[0]
         platform = sharded.mesh.devices.flat[0].platform
         drafters = [sharded.drafter.sharded for sharded in plan.models if sharded.drafter is not None]
-        steps = num_programs(plan.buckets, platform, sharded.is_always_full, plan.num_stages, bool(drafters))
+        steps = num_programs(plan.buckets, platform, sharded.is_always_full, plan.num_stages, plan.models[-1])
         own = len(plan.models)  # zeros, and copies of pages
         own += sum(len({*sharded.kv_layout.pools}) for sharded in (*plan.models, *drafters))
         transfers = sum(each.num_programs for each in (*self._readers, *self._writers))

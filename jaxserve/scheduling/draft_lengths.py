@@ -4,95 +4,24 @@ What is expected is measured: how often drafts are accepted, and how long steps 
 a sequence, only the number of steps that it takes.
 """
 
-import bisect
 import itertools
 import math
-import statistics
-from collections import deque
+import operator
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-PROBE_STEPS = 64
-"""Of this many steps for which there are drafts, one does what seems worse."""
-_FIRST_PROBE_STEPS, _NUM_FIRST_PROBES = 8, 6
-_MARGIN = 1.03  # that more tokens per second must be promised: times are noisy
-_FIRST_RATE = 0.9  # acceptance of drafts that have not been tried
-_FIRST_WEIGHT = 1.0  # as many drafts
-_DECAY = 0.99  # of counts, with each further draft: about the last 100 count
-_FEW_PAIRS, _MOST_PAIRS = 2, 9  # of which the median counts
-
-
-class Acceptance:
-    """Measured probability that drafts of one kind are accepted, by position.
-
-    Args:
-        max_drafts: Most drafts per row.
-    """
-
-    def __init__(self, max_drafts: int):
-        self._tried = [0.0] * max_drafts
-        self._accepted = [0.0] * max_drafts
-        self._expected: list[float] | None = None
-
-    def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts of a row up to the first that was not accepted."""
-        for position in range(min(num_accepted + 1, num_drafts)):
-            self._tried[position] = self._tried[position] * _DECAY + 1
-            self._accepted[position] = self._accepted[position] * _DECAY + (position < num_accepted)
-        self._expected = None
-
-    @property
-    def expected(self) -> list[float]:
-        """For each position the probability that all drafts up to it are accepted.
-
-        A position that has hardly been tried counts like the one before it.
-        """
-        if self._expected is None:
-            rate, product, found = _FIRST_RATE, 1.0, list[float]()
-            for tried, accepted in zip(self._tried, self._accepted, strict=True):
-                rate = (accepted + _FIRST_WEIGHT * rate) / (tried + _FIRST_WEIGHT)
-                product *= rate
-                found.append(product)
-            self._expected = found
-        return self._expected
-
-
-class StepCosts:
-    """Measured time of steps with about as many rows, by their number of drafts, relative to a step without.
-
-    Steps that follow each other are compared, so that neither growing contexts nor other programs on the machine count.
-    """
-
-    def __init__(self) -> None:
-        self._latest: dict[int, deque[float]] = {}
-        self._known: list[tuple[int, float]] = [(0, 1.0)]  # numbers of drafts, in order, and the median of their costs
-
-    def add(self, num_drafts: int, cost: float) -> None:
-        """Add a step."""
-        size = round(2 ** (round(2 * math.log2(num_drafts)) / 2))
-        latest = self._latest.setdefault(size, deque(maxlen=_MOST_PAIRS))
-        latest.append(cost)
-        if len(latest) >= _FEW_PAIRS:
-            index = bisect.bisect_left(self._known, size, key=_size)
-            is_new = index == len(self._known) or self._known[index][0] != size
-            self._known[index : index + (not is_new)] = [(size, statistics.median(latest))]
-
-    def estimate(self, num_drafts: int) -> float:
-        """Return the cost of a step, interpolated; above the largest number that was measured, that one's."""
-        index = bisect.bisect_left(self._known, num_drafts, key=_size)
-        if index == len(self._known):
-            return self._known[-1][1]
-        size, cost = self._known[index]
-        if size == num_drafts:
-            return cost
-        size_below, cost_below = self._known[index - 1]
-        return cost_below + (cost - cost_below) * (num_drafts - size_below) / (size - size_below)
-
-
-def _size(cell: tuple[int, float]) -> int:
-    return cell[0]
+from jaxserve.scheduling.draft_costs import (
+    FIRST_PROBE_STEPS,
+    MARGIN,
+    NUM_FIRST_PROBES,
+    PROBE_STEPS,
+    Acceptance,
+    StepCosts,
+)
+from jaxserve.scheduling.draft_passes import DraftPasses
+from jaxserve.scheduling.plan import SchedulerLimits
 
 
 class Proposed(NamedTuple):
@@ -131,11 +60,16 @@ class DraftLengths:
         max_drafts: Most drafts per row.
         is_adaptive: Whether to choose; if not, each row verifies all its drafts.
         can_wait: Whether plans can wait for tokens: not in a pipeline, nor for drafts that are made on the device.
+
+    Attributes:
+        is_adaptive: Whether it chooses.
+        passes: Chooses how many drafts are made on the device, all of which are verified; None if the host makes them.
     """
 
-    def __init__(self, max_drafts: int, is_adaptive: bool, can_wait: bool):
+    def __init__(self, max_drafts: int, is_adaptive: bool, can_wait: bool, passes: DraftPasses | None = None):
         self._max_drafts = max_drafts
         self.is_adaptive = is_adaptive
+        self.passes = passes
         self._can_wait = can_wait
         self._acceptance: dict[tuple[bool, int], Acceptance] = {}
         self._costs: dict[int, StepCosts] = {}
@@ -145,6 +79,14 @@ class DraftLengths:
         self._latest: _MeasuredStep | None = None
         self._overlaps = False
 
+    @classmethod
+    def within(cls, limits: SchedulerLimits) -> "DraftLengths":
+        """Return one for a scheduler with these limits."""
+        most, is_adaptive = limits.max_draft_tokens, limits.adapts_drafts
+        if not limits.num_lookahead:
+            return cls(most, is_adaptive, limits.can_wait)
+        return cls(most, False, limits.can_wait, DraftPasses(most, is_adaptive, limits.num_stages))
+
     def choose(self, proposed: Items[Proposed], budget: int) -> Choice:
         """Choose for the decode rows of a step, which may have ``budget`` drafts together."""
         everything, nothing = _cut(proposed, budget), [0] * len(proposed)
@@ -153,7 +95,7 @@ class DraftLengths:
         if not self.is_adaptive:
             return Choice(everything, self._can_wait)
         best, rate = self._best(proposed, budget)
-        pays, lengths = rate > _MARGIN, nothing
+        pays, lengths = rate > MARGIN, nothing
         if pays:
             rows = zip(proposed, best, strict=True)
             lengths = [0 if row.is_ahead and self._can_wait else length for row, length in rows]
@@ -165,9 +107,12 @@ class DraftLengths:
             pays = self._probe != "none"
         return Choice(lengths, pays and self._can_wait)
 
-    def add_row(self, proposed: Proposed, num_drafts: int, num_accepted: int) -> None:
-        """Count the accepted drafts of a row, of those that were verified."""
-        self._kind(proposed).add(num_drafts, num_accepted)
+    def add_row(self, proposed: Proposed, num_drafts: int, num_accepted: int, num_rows: int = 1) -> None:
+        """Count the accepted drafts of a row, of those that were verified; or of ``num_rows`` rows like it."""
+        if self.passes is None:
+            self._kind(proposed).add(num_drafts, num_accepted, num_rows)
+        elif not proposed.is_constrained:
+            self.passes.add_row(num_drafts, num_accepted, num_rows)
 
     def add_step(self, num_rows: int, is_ahead: bool, num_drafts: int, seconds: float) -> None:
         """Add the measured time of a step of decode rows, from the tokens of the step before."""
@@ -184,7 +129,7 @@ class DraftLengths:
     def _is_due(self) -> bool:
         """Whether the next step is a probe."""
         self._num_choices += 1
-        every = _FIRST_PROBE_STEPS if self._num_probes < _NUM_FIRST_PROBES else PROBE_STEPS
+        every = FIRST_PROBE_STEPS if self._num_probes < NUM_FIRST_PROBES else PROBE_STEPS
         if self._num_choices < every:
             return False
         self._num_choices = 0
@@ -200,7 +145,7 @@ class DraftLengths:
             if row.num_tokens
             for gain in self._kind(row).expected[: row.num_tokens]
         ]
-        gains = sorted(gains, key=lambda gain: -gain[0])[:budget]
+        gains = sorted(gains, key=operator.itemgetter(0), reverse=True)[:budget]
         sums, num_rows = [*itertools.accumulate(gain for gain, _ in gains)], len(proposed)
         table, count, best, best_rate = self._table(num_rows), len(gains), 0, 0.0
         while count:

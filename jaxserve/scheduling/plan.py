@@ -201,6 +201,8 @@ class StepPlan:
         pooling: Pooling of rows with embeddings.
         same_rows_as: Number of the earliest plan that has the same rows, if all plans of the same microbatch since then
             have them too, as consecutive decode steps do; None if the rows are new.
+        num_drafts: Number of drafts that a drafter on the device makes after the step, for the next row of each slot
+            that samples.
     """
 
     number: int
@@ -216,6 +218,7 @@ class StepPlan:
     targets: list[ChunkTargets] = dataclasses.field(default_factory=list[ChunkTargets])
     pooling: list[ChunkPooling] = dataclasses.field(default_factory=list[ChunkPooling])
     same_rows_as: int | None = None
+    num_drafts: int = 0
 
     def add_row(self, slot: int, start: int, token_ids: Sequence[int], num_samples: int) -> None:
         """Add a row."""
@@ -235,8 +238,8 @@ class StepPlan:
         self.token_ids.extend(on_device)
 
     def compare_rows(self, previous: "StepPlan") -> None:
-        """Set ``same_rows_as`` if the rows equal those of an earlier plan."""
-        if self._rows() == previous._rows():
+        """Set ``same_rows_as`` if the rows, and the number of drafts after them, equal those of an earlier plan."""
+        if self.num_drafts == previous.num_drafts and self._rows() == previous._rows():
             self.same_rows_as = previous.rows_number
 
     def _rows(self) -> tuple[Sequence[object], ...]:

@@ -4,7 +4,8 @@ After admission only the scheduler and its helpers in this package modify a sequ
 """
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence as Items
+from typing import Any, Protocol, Self, runtime_checkable
 
 from jaxserve.api.outputs import FinishReason
 from jaxserve.api.request import Request
@@ -21,6 +22,10 @@ class Constraint(Protocol):
 
     def mask(self) -> bytes | None:
         """Return the bit mask of the tokens allowed next (see ``SlotMask``); None allows all."""
+        ...
+
+    def allows(self, token: int) -> bool:
+        """Return whether the mask has a token, which is the first of ``forced`` if that returns any."""
         ...
 
     def accept(self, token: int) -> bool:
@@ -41,6 +46,22 @@ class Constraint(Protocol):
 
 
 @runtime_checkable
+class BatchedConstraint(Constraint, Protocol):
+    """A `Constraint` that makes the masks of many rows at once."""
+
+    @classmethod
+    def masks_after(cls, rows: Items[tuple[Self, list[int]]]) -> list[list[bytes] | None]:
+        """Return the masks after each of a row's tokens, which are allowed and do not complete the output.
+
+        Constraints return to their state. A row has None if its constraint has failed, or makes its masks one by one.
+
+        Args:
+            rows: Constraints, and at least one token each.
+        """
+        ...
+
+
+@runtime_checkable
 class StopStrings(Protocol):
     """Text of a sequence that has stop strings."""
 
@@ -52,6 +73,11 @@ class StopStrings(Protocol):
             if they complete none.
         """
         ...
+
+
+def in_mask(mask: bytes | None, token: int) -> bool:
+    """Return whether a bit mask has a token; None has all."""
+    return mask is None or bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 @dataclasses.dataclass(slots=True)
@@ -102,6 +128,7 @@ class Sequence:
         accepted: Number of accepted ones of these steps.
         num_draft_tokens: Sum of ``drafted``.
         num_accepted_tokens: Sum of ``accepted``.
+        num_next_drafts: Number of drafts that the device makes for its next row.
         last_plan: Number of the latest plan with a row of the sequence; used with several pipeline stages.
         decode_limit: Position up to which the pages and ``max_length`` allow decoding; 0 while the prompt is computed.
         next_check: Length from which a token must be checked for an ending even if it is not a stop token.
@@ -139,6 +166,7 @@ class Sequence:
     accepted: bytearray = dataclasses.field(default_factory=bytearray)
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_next_drafts: int = 0
     last_plan: int = -1
     decode_limit: int = 0
     next_check: int = 0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.api.errors import RequestError
-from jaxserve.scheduling.sequence import Constraint
+from jaxserve.scheduling.sequence import Constraint, in_mask
 from jaxserve.text.tokenizer import Tokenizer
 
 MAX_BAD_WORDS = 128
@@ -64,6 +64,10 @@ class BadWords:
             return None
         banned = [token for before, token in words if recent[-len(before) :] == before]
         return _without(banned, self._vocab_size) if banned else None
+
+    def allows(self, token: int) -> bool:
+        """See ``Constraint``."""
+        return in_mask(self.mask(), token)
 
     def accept(self, token: int) -> bool:
         """Advance by the next token; never completes the output."""
@@ -130,6 +134,10 @@ class ThinkingBudget:
         forced = self.forced()
         return _only(forced[0], self._vocab_size) if forced else None
 
+    def allows(self, token: int) -> bool:
+        """See ``Constraint``."""
+        return in_mask(self.mask(), token)
+
     def accept(self, token: int) -> bool:
         """Advance by the next token; never completes the output."""
         self._recent.append(token)
@@ -189,6 +197,10 @@ class AllOf:
         for mask in masks[1:]:
             words = words & np.frombuffer(mask, np.uint32)
         return words.tobytes() if words.any() else masks[0]
+
+    def allows(self, token: int) -> bool:
+        """See ``Constraint``."""
+        return in_mask(self.mask(), token)
 
     def accept(self, token: int) -> bool:
         """Advance by the next token; return whether it completes the output for any constraint."""

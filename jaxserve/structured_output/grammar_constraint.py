@@ -1,17 +1,23 @@
 """Constraints of compiled grammars."""
 
 import concurrent.futures
+import functools
+import itertools
+import os
+from collections.abc import Sequence
 
 import numpy as np
-from llguidance import LLMatcher
-from llguidance.numpy import fill_next_token_bitmask
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par_with_draft_tokens
 
 from jaxserve.api.structured_params import StructuredOutputsParams
+from jaxserve.scheduling.sequence import in_mask
 from jaxserve.structured_output.grammar_check import error_text
 from jaxserve.structured_output.grammar_source import grammar_error
 
 _OVER_LIMIT = "too many"
 """Part of llguidance's errors about exceeded limits: too many items, expressions or lexer states."""
+_MAX_THREADS = 8
 
 
 class GrammarConstraint:
@@ -54,6 +60,12 @@ class GrammarConstraint:
             self._mask = self._compute()
         return self._mask
 
+    def allows(self, token: int) -> bool:
+        """See ``Constraint``: without making a mask, which takes longer."""
+        if self._mask is None and self._virtual_eos_id is None:
+            return bool(self._matcher.validate_tokens([token]))
+        return in_mask(self.mask(), token)
+
     def accept(self, token: int) -> bool:
         """Advance by the next token; return whether it completes the output.
 
@@ -93,6 +105,22 @@ class GrammarConstraint:
             self._matcher = self._grammar.matcher()
             if not self._matcher.consume_tokens(self._tokens):
                 raise self._failure("the structured output cannot return to an earlier token")
+
+    @staticmethod
+    def masks_after(rows: "Sequence[tuple[GrammarConstraint, list[int]]]") -> list[list[bytes] | None]:
+        """See ``BatchedConstraint``: on several threads, and with one call for all rows."""
+        if rows[0][0]._virtual_eos_id is not None:
+            return [None] * len(rows)  # ``accept`` looks at each mask anyway
+        ends = list(itertools.accumulate(1 + len(tokens) for _, tokens in rows))
+        words = np.zeros((ends[-1], rows[0][0]._num_words), np.int32)
+        calls = [(each._matcher, end - len(tokens) - 1, tokens) for end, (each, tokens) in zip(ends, rows, strict=True)]
+        fill_next_token_bitmask_par_with_draft_tokens(_executor(), calls, words)
+        found = list[list[bytes] | None]()
+        for end, (constraint, tokens) in zip(ends, rows, strict=True):
+            own = words[end - len(tokens) : end]
+            is_made = not constraint._matcher.is_error() and bool(own.any(axis=1).all())
+            found.append([mask.tobytes() for mask in own] if is_made else None)
+        return found
 
     def _compute(self) -> bytes:
         if self._virtual_eos_id is None:
@@ -167,6 +195,10 @@ class DeferredConstraint:
         """Return the mask of the compiled grammar; see ``GrammarConstraint.mask``."""
         return self._compiled().mask()
 
+    def allows(self, token: int) -> bool:
+        """See ``GrammarConstraint.allows``."""
+        return self._compiled().allows(token)
+
     def accept(self, token: int) -> bool:
         """Accept the next token; see ``GrammarConstraint.accept``."""
         return self._compiled().accept(token)
@@ -183,11 +215,22 @@ class DeferredConstraint:
         """See ``GrammarConstraint.restore``."""
         self._compiled().restore(state)
 
+    @classmethod
+    def masks_after(cls, rows: "Sequence[tuple[DeferredConstraint, list[int]]]") -> list[list[bytes] | None]:
+        """See ``GrammarConstraint.masks_after``."""
+        return GrammarConstraint.masks_after([(each._compiled(), tokens) for each, tokens in rows])
+
     def _compiled(self) -> GrammarConstraint:
         if self._constraint is None:
             assert self._grammar.done(), "a request is enqueued once its grammar is compiled"
             self._constraint = self._grammar.result().constraint()
         return self._constraint
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    """Return the threads that make masks."""
+    return LLExecutor(min(_MAX_THREADS, os.cpu_count() or 1))
 
 
 def _error(matcher: LLMatcher) -> str:

@@ -131,6 +131,12 @@ class AfterReasoning:
         start = self._markers.start_ids[0]
         return mask[: start >> 3] + bytes([mask[start >> 3] | 1 << (start & 7)]) + mask[(start >> 3) + 1 :]
 
+    def allows(self, token: int) -> bool:
+        """See ``Constraint``."""
+        if self._is_open or (self._is_open is None and token == self._markers.start_ids[0]):
+            return True
+        return self._constraint.allows(token)
+
     def accept(self, token: int) -> bool:
         """Advance by the next token; return whether it completes the output."""
         if self._is_open is None:

@@ -96,6 +96,7 @@ class FakeServer:
         seen: The requests that came, in order.
         num_connections: How many connections there were.
         peak: Most requests at a time.
+        metrics: What it answers when asked for metrics, one text after the other; these requests are not in ``seen``.
     """
 
     url: str = ""
@@ -103,6 +104,7 @@ class FakeServer:
     num_connections: int = 0
     num_open: int = 0
     peak: int = 0
+    metrics: list[str] = dataclasses.field(default_factory=list)
 
     def bodies(self, path: str) -> list[Any]:
         """Bodies of the requests of a path."""
@@ -114,6 +116,12 @@ class FakeServer:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while not writer.is_closing():
                 seen = await _read(reader)
+                if seen.path == "/metrics":
+                    status, text = (
+                        (b"200 OK", self.metrics.pop(0).encode()) if self.metrics else (b"404 Not Found", b"")
+                    )
+                    writer.write(b"HTTP/1.1 %s\r\ncontent-length: %d\r\n\r\n%s" % (status, len(text), text))
+                    continue
                 self.seen.append(seen)
                 self.num_open += 1
                 self.peak = max(self.peak, self.num_open)

@@ -4,7 +4,8 @@ import itertools
 
 import pytest
 
-from jaxserve.scheduling.draft_lengths import PROBE_STEPS, Acceptance, Choice, DraftLengths, Proposed, StepCosts
+from jaxserve.scheduling.draft_costs import PROBE_STEPS, Acceptance, StepCosts
+from jaxserve.scheduling.draft_lengths import Choice, DraftLengths, Proposed
 
 
 def run(

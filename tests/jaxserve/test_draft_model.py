@@ -1,12 +1,14 @@
 """A draft model on the device: answers are those without it, and it is right where it is the model itself."""
 
 import dataclasses
+import itertools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve import RequestOutput, SamplingParams
@@ -17,10 +19,13 @@ from jaxserve.api.request import parse_prompt
 from jaxserve.api.structured_params import StructuredOutputsParams
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.device.build import plan_engine
+from jaxserve.device.runner import LocalRunner
 from jaxserve.device.stage import num_programs
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.startup import start_engine
 from jaxserve.reshard.resharding import Resharder
+from jaxserve.scheduling.draft_passes import DraftPasses
+from jaxserve.scheduling.plan import StepPlan
 from tests.random_checkpoint import write_checkpoint
 
 NUM_DRAFTS = 3
@@ -141,6 +146,33 @@ def test_a_model_that_drafts_for_itself_is_always_right(settings: dict[str, Any]
     engine.close()
 
 
+def test_passes_follow_the_number_of_drafts(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
+    """However it changes: the model has taken in every token, so that it is right after steps without drafts too."""
+    numbers = itertools.cycle([3, 0, 0, 0, 2, 1, 0, 3])
+    monkeypatch.setattr(DraftPasses, "choose", lambda *_: next(numbers))
+    engine = start_engine(EngineConfig(**SETTINGS, **drafting("demo"))).engine
+    runner, planned, made, verified = engine.replicas[0].runner, list[int](), list[int](), list[int]()
+    assert isinstance(runner, LocalRunner)
+    launch = runner.launch
+
+    def noted(plans: Sequence[StepPlan]) -> None:
+        launch(plans)
+        planned.append(plans[0].num_drafts)
+        verified.append(max(plans[0].num_samples, default=1) - 1)
+        drafts = runner._stages[-1].state.latest.drafts
+        assert drafts is not None
+        made.append(int(np.asarray(drafts).any(0).sum()))
+
+    monkeypatch.setattr(runner, "launch", noted)
+    assert content(answers(engine, PLAIN[:1])) == expected[:1]
+    assert made[1:] == planned[1:], "the first step computes only a part of the prompt"
+    assert verified[1:] == planned[:-1] and {0, 1, 2, 3} == set(planned)
+    num_drafts, num_accepted = counts(engine)
+    assert num_drafts == num_accepted > 0
+    assert content(answers(engine, PLAIN)) == expected[: len(PLAIN)]
+    engine.close()
+
+
 @pytest.fixture(scope="module")
 def with_small(small_model: Path) -> Iterator[Engine]:
     """The demo model with a random draft model."""
@@ -192,7 +224,7 @@ def test_a_draft_model_is_planned(small_model: Path) -> None:
     assert drafter is not None and drafted.needs.drafter == drafter.sharded.weight_bytes > 0
     assert drafted.needs.weights == alone.needs.weights + drafted.needs.drafter
     assert drafted.needs.page > alone.needs.page
-    assert num_programs(drafted.buckets, "cpu", has_drafter=True) <= 40
+    assert num_programs(drafted.buckets, "cpu", drafting=drafted.models[-1]) <= 40
     with pytest.raises(MemoryPlanError, match=r"for weights \(0\.00 GiB of them of the draft model\)"):
         plan_engine(dataclasses.replace(config, gpu_memory_utilization=1e-6, **drafting(small_model)))
 

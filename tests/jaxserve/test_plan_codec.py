@@ -54,6 +54,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "targets": st.lists(st.builds(ChunkTargets, INT, st.lists(INT)), max_size=3),
     "pooling": st.lists(st.builds(ChunkPooling, INT, INT, st.booleans(), st.booleans()), max_size=3),
     "same_rows_as": st.none() | st.integers(0, 2**62),
+    "num_drafts": st.integers(0, 64),
 }
 
 
@@ -78,7 +79,7 @@ def test_every_field_is_drawn() -> None:
     plan = StepPlan(3)
     plan.add_decode_rows([2, 5])
     assert encode_plans([plan]) == msgpack.packb(
-        [[3, [], [], [], [], [2, 5], [-1, -1], [1, 1], [1, 1], [-1, -1], [], [], None]]
+        [[3, [], [], [], [], [2, 5], [-1, -1], [1, 1], [1, 1], [-1, -1], [], [], None, 0]]
     )
 
 

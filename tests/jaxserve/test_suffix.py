@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api.speculation import SHORTCUTS, check_speculation
@@ -142,6 +142,7 @@ def compare_forms(libraries: Items[ctypes.CDLL | None], seed: int) -> None:
                 proposer.finish(sequence)
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 1 << 32))
 def test_both_forms_propose_the_same(seed: int) -> None:
     compare_forms(LIBRARIES, seed)

@@ -13,7 +13,7 @@ from pallas_kernels.combine_attention_mosaic import combine_splits
 from pallas_kernels.decode_attention_mosaic import decode_attention
 from pallas_kernels.lowering import lower_for_cuda
 from pallas_kernels.mosaic_ring import Splits
-from pallas_kernels.mosaic_support import interpreter, missing_jax
+from pallas_kernels.mosaic_support import interpreter, missing_jax, registers_of
 from pallas_kernels.operation import compare_rows, prepared_shapes
 from pallas_kernels.paged_attention_cases import Case
 from pallas_kernels.paged_attention_mosaic import INTERPRET, MOSAIC
@@ -206,6 +206,13 @@ def test_lowers_for_an_h200(settings, num_kernels):
     prepared = prepared_shapes(paged_attention, MOSAIC, case)
     text = lower_for_cuda(functools.partial(paged_attention.run, MOSAIC, case), prepared)
     assert text.count("custom_call @mosaic_gpu") == num_kernels
+
+
+def test_warpgroups_get_the_registers_that_they_ask_for():
+    assert registers_of(40, 232, 232) == (40, 232, 232)  # of 168 each
+    assert registers_of(24, 240) == (24, 240)
+    with pytest.raises(ValueError, match=r"start with 168 .* 504 in all; they ask for 48 \+ 232 \+ 232 = 512"):
+        registers_of(48, 232, 232)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ chunks.
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import starmap
 from typing import Any
 
 import numpy as np
 
+from jaxserve.bench.serve.drafts import draft_rows
 from jaxserve.bench.serve.records import BenchResponse, BenchServeError
 
 WIDTH = 50
@@ -231,8 +233,13 @@ def banner_lines(found: Mapping[str, Any], selection: Selection) -> list[str]:
         lines.append(_line(f"Median {short} (ms):", found[f"median_{name}_ms"]))
         for p in map(_word, selection.percentiles):
             lines.append(_line(f"P{p} {short} (ms):", found[f"p{p}_{name}_ms"]))
+    drafts = draft_rows(found)
+    if drafts:
+        lines += [f"{'Speculative Decoding':-^{WIDTH}}", *starmap(_line, drafts.items())]
     return [*lines, "=" * WIDTH]
 
 
-def _line(label: str, value: int | float) -> str:
+def _line(label: str, value: int | float | None) -> str:
+    if value is None:
+        return label
     return f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}"

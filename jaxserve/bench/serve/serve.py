@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from jaxserve.bench.serve.arguments import add_arguments, complete, read_pairs
 from jaxserve.bench.serve.datasets import make_requests
+from jaxserve.bench.serve.drafts import draft_figures, read_drafts
 from jaxserve.bench.serve.effects import has_trace_times
 from jaxserve.bench.serve.files import check_files, save, time_text
 from jaxserve.bench.serve.grpc import extra_fields
@@ -30,9 +31,9 @@ from jaxserve.bench.serve.metrics import (
 )
 from jaxserve.bench.serve.plot import plot
 from jaxserve.bench.serve.ready import ReadyCheck
-from jaxserve.bench.serve.records import Backend, BenchRequest, BenchResponse, BenchServeError
+from jaxserve.bench.serve.records import BenchRequest, BenchResponse, BenchServeError
 from jaxserve.bench.serve.schedule import Rate, arrival_times
-from jaxserve.bench.serve.target import grpc_target, http_target, request_headers
+from jaxserve.bench.serve.target import Target, grpc_target, http_target, request_headers
 from jaxserve.bench.serve.tokens import local_tokens
 
 __all__ = ["HELP", "NAME", "add_arguments", "measure", "run"]
@@ -85,19 +86,20 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         target = await find_target(options, headers, extra, ready, stack)
         target.tokens.found = tokens
         requests = await make_requests(options, target.tokens, options.backend == "openai-chat")
-        found = await _measure(options, target.backend, requests, rate, selection, ready)
+        found = await _measure(options, target, requests, rate, selection, ready)
     has_words = target.tokens.found is not None and target.tokens.found.are_words
     return {**_about(options, target.model, len(requests), has_words), **metadata, **found}
 
 
 async def _measure(
     options: argparse.Namespace,
-    backend: Backend,
+    target: Target,
     requests: list[BenchRequest],
     rate: Rate,
     selection: Selection,
     ready: ReadyCheck,
 ) -> dict[str, Any]:
+    backend, client = target.backend, target.client
     print("Starting initial single prompt test run...")
     await ready.wait_for_response(backend, requests[0])
     print("Initial test run completed.")
@@ -110,6 +112,7 @@ async def _measure(
     recorded_s = [request.arrival_s for request in requests if request.arrival_s is not None]
     due_s = recorded_s or arrival_times(len(requests), rate, options.seed)
     print("\n".join(_traffic_lines(rate, bool(recorded_s), options.max_concurrency)))
+    before = None if client is None else await read_drafts(client)
     gc.collect()
     gc.freeze()  # so that collections during the measurement skip existing objects
     with tqdm(total=len(requests), disable=options.disable_tqdm) as bar:
@@ -119,6 +122,8 @@ async def _measure(
             gc.unfreeze()
     _print_errors(result.responses)
     found = figures(result.responses, result.duration_s, selection)
+    if before is not None and client is not None:
+        found |= draft_figures(before, await read_drafts(client))
     print("\n".join(banner_lines(found, selection)), flush=True)
     return found
 

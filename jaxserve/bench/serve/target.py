@@ -28,11 +28,19 @@ from jaxserve.cli_arguments import given_arguments
 
 
 class Target(NamedTuple):
-    """A server under test: the backend, its model, and the tokens of random prompts."""
+    """A server under test.
+
+    Attributes:
+        backend: Sends requests.
+        model: Its model.
+        tokens: The tokens of random prompts.
+        client: For what else HTTP servers report; None over gRPC.
+    """
 
     backend: Backend
     model: str
     tokens: PromptTokens
+    client: HttpClient | None = None
 
 
 def request_headers(options: argparse.Namespace) -> dict[str, str]:
@@ -107,7 +115,7 @@ async def http_target(
     if options.backend == "openai-chat" and "logprobs" in sampling:
         sampling |= {"logprobs": True, "top_logprobs": sampling["logprobs"]}
     backend = OpenAIBackend(client, options.endpoint, name, {**sampling, **extra})
-    return Target(backend, name, PromptTokens(lambda: ready.wait(lambda: server_tokens(client, name))))
+    return Target(backend, name, PromptTokens(lambda: ready.wait(lambda: server_tokens(client, name))), client)
 
 
 async def _first_model(client: HttpClient) -> str:

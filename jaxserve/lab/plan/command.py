@@ -14,6 +14,7 @@ from jaxserve.cli_arguments import add_dataclass_arguments, given_arguments
 from jaxserve.lab.calibration import CPU_DEVICES, calibrate, calibration_text
 from jaxserve.lab.hardware import DEVICES, LINKS
 from jaxserve.lab.plan.plan import plan
+from jaxserve.lab.records import DRAFT_BATCH_SIZES
 
 SETTINGS = (
     "mesh",
@@ -26,6 +27,9 @@ SETTINGS = (
     "kv_cache_memory_bytes",
     "block_size",
     "speculative_config",
+    "spec_method",
+    "spec_model",
+    "spec_tokens",
     "stage_layers",
     "enable_expert_parallel",
     "revision",
@@ -62,6 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context", type=int, metavar="TOKENS", help="context of each sequence in a decode step (default: 1024)"
     )
     parser.add_argument(
+        "--draft-batches",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="numbers of sequences of decode steps with the drafts of --speculative-config (default: "
+        f"{' '.join(map(str, DRAFT_BATCH_SIZES))})",
+    )
+    parser.add_argument(
         "--compile",
         dest="compiles",
         action="store_true",
@@ -79,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("expected MODEL, --calibrate FILE, or both")
     if options.model is None:
         return
-    own = ("device", "hosts", "link", "host_link", "num_seqs", "context", "compiles")
+    own = ("device", "hosts", "link", "host_link", "num_seqs", "context", "draft_batches", "compiles")
     found = plan(options.model, **given_arguments(options, (*own, *SETTINGS)))
     print(json.dumps(found.as_dict()) if options.json else found)
 

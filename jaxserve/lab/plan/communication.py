@@ -21,12 +21,13 @@ from jaxserve.device.step_state import StepState
 from jaxserve.device.steps import attention_settings, sample_rows
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.residual import own_rows, whole_rows
-from jaxserve.models.causal_lm import CausalLM
+from jaxserve.models.causal_lm import CausalLM, TokenBatch
 from jaxserve.models.stages import StageLayers
 from pallas_kernels.registry import load
 from sharding.plan import Collective, collectives
 
 EMBEDDING, LAYERS, HEAD, HAND_OVER = PARTS = ("embedding", "layers", "head and sampling", "hand-over")
+_DRAFTING = "drafting"
 
 
 class PartCollectives(NamedTuple):
@@ -93,6 +94,47 @@ class StepCollectives:
             stage = StageLayers(layer, layer + 1, len(self.kinds)) if len(self.kinds) > 1 else None
             self._models[layer] = dataclasses.replace(self._whole, stage=stage)
         return self._models[layer]
+
+
+def drafter_collectives(last: ShardedModel, shape: BatchShape) -> list[PartCollectives]:
+    """Return the collectives of a pass of a model's drafter.
+
+    Args:
+        last: The last stage of the model.
+        shape: Tokens and rows of the pass.
+    """
+    assert last.drafter is not None
+    sharded = last.drafter.sharded
+    if sharded.head is None:
+        own = dataclasses.replace(shape, num_tables=1, num_arguments=0)
+        return StepCollectives(sharded).count(own, sharded.layers)
+    if last.mesh.devices.size == 1:
+        return []
+    traced = _trace_head(last, shape)
+    return [PartCollectives(_DRAFTING, None, tuple(collectives(traced.jaxpr.jaxpr, is_likely=True)))]
+
+
+def _trace_head(last: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
+    """Trace a pass of a draft head."""
+    assert last.drafter is not None
+    (operation,) = {spec.operation for spec in last.drafter.sharded.abstract_model.kv_specs}
+    own = dataclasses.replace(last.drafter.sharded, kernel=load(operation, "xla"))
+    drafter = last.drafter._replace(sharded=own)
+    sharded = dataclasses.replace(last.with_whole_rows, kernel=own.kernel, drafter=drafter)
+
+    def traced(arrays: tuple[Array, ...], state: StepState, buffer: Int[Array, " size"], x: Float[Array, "T D"]) -> Any:
+        batch, target = sharded.unpack(buffer, shape, state.latest), sharded.model(arrays)
+        tokens = TokenBatch(batch.tokens, batch.positions, batch.lengths, (batch.attention[drafter.table],))
+        head = own.draft_head(arrays[-len(own.abstract_params) :])
+        pools = state.pools[len(sharded.own_pools()) :]
+        settings = attention_settings(sharded, shape)
+        settings = dataclasses.replace(settings, layer_indices=own.kv_layout.layer_indices)
+        found = head.hidden(head.embedded(target, tokens.tokens), x, tokens, pools, settings)
+        return head.logits(target, found.x[batch.sampled_tokens])
+
+    buffer = sharded.rows_struct((shape.buffer_size,), jnp.int32)
+    x = sharded.rows_struct((shape.num_tokens, own.config.hidden_size), own.policy.activations_dtype)
+    return sharded.trace(traced, (sharded.program_params, sharded.abstract_state(), buffer, x))
 
 
 class _Step(NamedTuple):

@@ -11,7 +11,7 @@ from jaxserve.device.handed_over import abstract_hidden
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.lab.links import collective_seconds
-from jaxserve.lab.plan.communication import HAND_OVER, StepCollectives
+from jaxserve.lab.plan.communication import HAND_OVER, PartCollectives, StepCollectives, drafter_collectives
 from jaxserve.lab.plan.placement import Placement
 from jaxserve.lab.plan.work import StageWork, Work
 from jaxserve.lab.records import BATCH_SIZES, Communication, StepCost
@@ -34,18 +34,36 @@ class Steps:
         self._stages, self._placement = stages, placement
         self._work = [StageWork(sharded) for sharded in stages.models]
         self._collectives = StepCollectives(stages.models[0])
+        last = stages.models[-1]
+        self._drafter = None if last.drafter is None else StageWork.of_drafter(last)
 
-    def decode(self, batch: int, context: int) -> StepCost:
-        """Return the cost of a decode step of ``batch`` sequences, of ``context`` tokens each."""
+    def split(self, batch: int) -> "Split":
+        """Return how ``batch`` sequences are divided over replicas, microbatches and lanes."""
         per_replica = -(-batch // self._placement.shape.data)
         per_lane = -(-per_replica // self._stages.models[0].num_lanes)
         microbatches = min(self._placement.shape.stage, per_lane)
-        rows = -(-per_lane // microbatches)
-        all_rows = -(-per_replica // microbatches)
-        work = [stage.decode(rows, context, all_rows) for stage in self._work]
-        common = {"kind": "decode", "batch": batch, "context": context, "microbatches": microbatches, "tokens": batch}
         replicas = min(batch, self._placement.shape.data)
-        return self._cost(work, self._shape(rows, rows), common, rows, replicas * microbatches)
+        return Split(-(-per_lane // microbatches), -(-per_replica // microbatches), microbatches, replicas)
+
+    def decode(self, batch: int, context: int, num_drafts: int = 0) -> StepCost:
+        """Return the cost of a decode step of ``batch`` sequences, of ``context`` tokens each, that verifies
+        ``num_drafts`` drafts of each."""
+        split, per_row = self.split(batch), 1 + num_drafts
+        work = [stage.decode(split.rows, context, split.all_rows, per_row) for stage in self._work]
+        common = {"kind": "decode", "batch": batch, "context": context, "tokens": batch}
+        common["microbatches"] = split.microbatches
+        shape = self._shape(split.rows * per_row, split.rows, per_row)
+        return self._cost(work, shape, common, split.rows * per_row, split.num_steps)
+
+    def drafter_pass(self, batch: int, context: int, num_tokens: int) -> float:
+        """Return the seconds in which the drafter of the last stage takes in ``num_tokens`` tokens of each sequence of
+        a microbatch and guesses the token after them."""
+        last, split = self._stages.models[-1], self.split(batch)
+        assert last.drafter is not None and self._drafter is not None
+        work = self._drafter.decode(split.rows, context, split.all_rows, num_tokens, 1)
+        found = self._rows(drafter_collectives(last, self._shape(split.rows * num_tokens, split.rows)))
+        turns = self._turns(split.num_steps)
+        return self._seconds(last.drafter.sharded, work, found, split.rows * num_tokens, turns).total
 
     def prefill(self, num_tokens: int) -> StepCost:
         """Return the cost of a step that computes a prompt of ``num_tokens`` tokens in each lane, one in each stage."""
@@ -56,14 +74,15 @@ class Steps:
         common["tokens"] = batch * num_tokens
         return self._cost(work, self._shape(num_tokens, 1), common, num_tokens, shape.data * microbatches)
 
-    def _shape(self, num_tokens: int, num_rows: int) -> BatchShape:
+    def _shape(self, num_tokens: int, num_rows: int, max_samples: int = 1) -> BatchShape:
         sharded, needs = self._stages.models[0], self._stages.needs[0]
         tile = sharded.row_tile or 1
         return BatchShape(
             num_tokens=-(-num_tokens // tile) * tile,
             num_rows=-(-num_rows // tile) * tile,
             table_pages=needs.table_pages,
-            decode_only=num_tokens == num_rows,
+            decode_only=num_tokens == num_rows * max_samples,
+            max_samples=max_samples,
             num_arguments=len(sharded.arguments),
             num_tables=len(needs.windows),
         )
@@ -75,7 +94,7 @@ class Steps:
         device, sizes = self._placement.device, self._placement.sizes
         launches = len(work) * sizes["tensor"] * sizes["expert"]
         communication = [self._communication(sharded, shape) for sharded in self._stages.models]
-        turns = -(-num_steps // self._placement.hosts) if device.shares_host else 0
+        turns = self._turns(num_steps)
         stages = zip(self._stages.models, work, communication, strict=True)
         spent = [self._seconds(*stage, num_rows, turns) for stage in stages]
         return StepCost(
@@ -93,6 +112,10 @@ class Steps:
             host_s=num_steps * (device.step_overhead_s + launches * device.launch_overhead_s),
             turns=turns,
         )
+
+    def _turns(self, num_steps: int) -> int:
+        """Return the rounds in which steps run that share their host; 0 if each device works for itself."""
+        return -(-num_steps // self._placement.hosts) if self._placement.device.shares_host else 0
 
     def _seconds(
         self, sharded: ShardedModel, work: Work, communication: Sequence[Communication], num_rows: int, turns: int
@@ -123,18 +146,21 @@ class Steps:
 
     def _communication(self, sharded: ShardedModel, shape: BatchShape) -> list[Communication]:
         """Return the communication of a step in one stage, with the hand-over to the next one."""
-        rows = self._collectives.count(shape, sharded.layers)
-        counts: collections.Counter[tuple[str, str, tuple[str, ...], int]] = collections.Counter()
-        for part in rows:
-            for each in part.found:
-                counts[part.part, each.kind, each.axes, each.num_bytes] += each.times
-        found = [self._row(*key, times) for key, times in counts.items()]
+        found = self._rows(self._collectives.count(shape, sharded.layers))
         num_stages = self._placement.shape.stage
         if sharded.is_last:
             returned = [] if sharded.is_first else [self._hand_over(shape.num_rows * _TOKEN_BYTES, num_stages - 1)]
             return [*found, *returned]
         hidden = abstract_hidden(sharded, shape.num_tokens)
         return [*found, self._hand_over(bytes_per_device(hidden.shape, hidden.dtype.itemsize, hidden.sharding))]
+
+    def _rows(self, parts: Sequence[PartCollectives]) -> list[Communication]:
+        """Return the collectives of parts of a model, equal ones combined."""
+        counts: collections.Counter[tuple[str, str, tuple[str, ...], int]] = collections.Counter()
+        for part in parts:
+            for each in part.found:
+                counts[part.part, each.kind, each.axes, each.num_bytes] += each.times
+        return [self._row(*key, times) for key, times in counts.items()]
 
     def _row(self, part: str, kind: str, axes: tuple[str, ...], num_bytes: int, times: int) -> Communication:
         count = 2 if part == kind else math.prod(self._placement.sizes[axis] for axis in axes)
@@ -153,6 +179,27 @@ class Steps:
 
     def _hand_over(self, num_bytes: int, times: int = 1) -> Communication:
         return self._row(HAND_OVER, HAND_OVER, ("stage",), num_bytes, times)
+
+
+class Split(NamedTuple):
+    """The sequences of a batch, divided over replicas, microbatches and lanes.
+
+    Attributes:
+        rows: Rows of each lane in a step.
+        all_rows: Rows of all lanes of a replica in a step.
+        microbatches: Steps of a replica in flight at once.
+        replicas: Number of replicas with sequences.
+    """
+
+    rows: int
+    all_rows: int
+    microbatches: int
+    replicas: int
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all microbatches of all replicas."""
+        return self.microbatches * self.replicas
 
 
 class _Seconds(NamedTuple):
@@ -176,14 +223,13 @@ def _merged(stages: Sequence[Sequence[Communication]]) -> tuple[Communication, .
     )
 
 
-def step_costs(stages: PlannedStages, placement: Placement, context: int) -> tuple[tuple[StepCost, ...], StepCost]:
+def step_costs(steps: Steps, stages: PlannedStages, context: int) -> tuple[tuple[StepCost, ...], StepCost]:
     """Return the costs of a decode step of each of ``BATCH_SIZES``, and of a prefill step.
 
     Args:
+        steps: The steps.
         stages: The stages.
-        placement: Where the devices are.
         context: Tokens of context of each sequence in a decode step.
     """
-    steps = Steps(stages, placement)
     most = min(PREFILL_TOKENS, stages.max_num_batched_tokens, stages.needs[0].max_model_len)
     return tuple(steps.decode(batch, context) for batch in BATCH_SIZES), steps.prefill(most)

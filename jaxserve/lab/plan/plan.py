@@ -1,7 +1,7 @@
 """Plan a model on a mesh in a layout, from its config.json, without weights and without the devices."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,13 +15,16 @@ from jaxserve.device.memory import fit_to_memory
 from jaxserve.lab.devices import Device
 from jaxserve.lab.hardware import get_device, get_link
 from jaxserve.lab.links import Link
-from jaxserve.lab.plan.costs import step_costs
+from jaxserve.lab.plan.costs import Steps, step_costs
+from jaxserve.lab.plan.drafts import plan_drafting
 from jaxserve.lab.plan.memory import compiled_memories, stage_memories
 from jaxserve.lab.plan.placement import Placement
 from jaxserve.lab.plan.planned import Plan
+from jaxserve.lab.records import DRAFT_BATCH_SIZES
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import outline
+from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.models.loading import read_model_config
 from jaxserve.models.registry import without_head
 from sharding import data_slices, make_mesh, stage_slices
@@ -39,6 +42,7 @@ def plan(
     link: str | Link | None = None,
     host_link: str | Link | None = None,
     context: int | None = None,
+    draft_batches: Sequence[int] = DRAFT_BATCH_SIZES,
     compiles: bool = False,
     **settings: Any,
 ) -> Plan:
@@ -55,6 +59,7 @@ def plan(
         link: Link between devices of a host, by name in ``LINKS`` or a ``Link``; None is the device's own.
         host_link: Link between hosts; None is the device's own.
         context: Tokens of context of each sequence in a decode step; None: 1,024, or ``max_model_len`` if less.
+        draft_batches: Batch sizes whose decode steps are planned with the drafts of ``speculative_config``.
         compiles: Whether to compile the largest step for the GPU, which need not be there, and take temporaries from
             the executable. It takes minutes for a large model, and needs JAX's CUDA wheels.
         settings: Further settings of an engine, as in ``EngineConfig``.
@@ -67,11 +72,11 @@ def plan(
     written = mesh if isinstance(mesh, str) else ",".join(f"{axis}={size}" for axis, size in mesh.items())
     optional = {"max_model_len": max_model_len, "max_num_seqs": num_seqs}
     settings |= {name: value for name, value in optional.items() if value is not None}
-    config = EngineConfig.from_arguments(str(model), mesh=written, layout=layout, **settings)
+    config = with_verifier(EngineConfig.from_arguments(str(model), mesh=written, layout=layout, **settings))
     kind = get_device(device)
     links = {"link": link, "host_link": host_link}
     kind = dataclasses.replace(kind, **{name: get_link(given) for name, given in links.items() if given is not None})
-    return plan_config(config, kind, hosts, context, compiles)
+    return plan_config(config, kind, hosts, context, compiles, draft_batches)
 
 
 def plan_config(
@@ -80,10 +85,13 @@ def plan_config(
     hosts: int | None = None,
     context: int | None = None,
     compiles: bool = False,
+    draft_batches: Sequence[int] = DRAFT_BATCH_SIZES,
 ) -> Plan:
     """Plan an engine for devices of a kind; see :func:`plan`."""
     if context is not None:
         check_whole("context", context, 1)
+    for batch in draft_batches:
+        check_whole("draft_batches", batch, 1)
     model = read_model(config)
     shape = mesh_shape_of(config, model)
     placement = Placement(shape, device, device.fewest_hosts(shape.num_devices) if hosts is None else hosts)
@@ -99,7 +107,8 @@ def plan_config(
     if compiles:
         memories = compiled_memories(memories, stages, device)
     used = min(1024 if context is None else context, needs.max_model_len)
-    decode, prefill = step_costs(stages, placement, used)
+    steps = Steps(stages, placement)
+    decode, prefill = step_costs(steps, stages, used)
     first = stages.models[0]
     return Plan(
         model=config.model,
@@ -122,6 +131,7 @@ def plan_config(
         stages=tuple(memories),
         decode=decode,
         prefill=prefill,
+        drafting=plan_drafting(config, stages, steps, device, used, draft_batches),
         problem=problem,
         models=tuple(stages.models),
     )

@@ -10,7 +10,7 @@ from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.lab import report
 from jaxserve.lab.devices import Device
 from jaxserve.lab.links import Link
-from jaxserve.lab.records import BATCH_SIZES, StageMemory, StepCost
+from jaxserve.lab.records import BATCH_SIZES, DraftingPlan, StageMemory, StepCost
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,7 @@ class Plan:
         stages: Memory of each stage.
         decode: A decode step of each of ``BATCH_SIZES``.
         prefill: A prefill step.
+        drafting: Memory and times of speculative decoding; None without.
         problem: Why an engine would refuse to start; None if it would start.
         models: The model of each stage.
     """
@@ -62,6 +63,7 @@ class Plan:
     stages: tuple[StageMemory, ...]
     decode: tuple[StepCost, ...]
     prefill: StepCost
+    drafting: DraftingPlan | None
     problem: str | None
     models: tuple[ShardedModel, ...] = dataclasses.field(repr=False, compare=False)
 
@@ -113,17 +115,19 @@ class Plan:
 
     @property
     def tables(self) -> list[report.Table]:
-        """Memory, communication of a decode and a prefill step, and times."""
+        """Memory, communication of a decode and a prefill step, times, and what drafts add."""
         steps = [step for step in (self.decode_of(1), self.prefill) if step.communication]
         memory = report.memory_table(self.stages, self.fullest, self.device.memory_bytes, self.page_size)
         fitting = [step.batch for step in self.decode if self.has_pages(step)]
         is_compiled = any(stage.compiled_collectives for stage in self.stages)
         compiled = [report.compiled_table(self.stages)] if is_compiled else []
+        drafting = [] if self.drafting is None else report.drafting_tables(self.drafting, self.device.source)
         return [
             memory,
             *compiled,
             *map(report.communication_table, steps),
             report.time_table(self.decode, self.prefill, fitting, self.device.source),
+            *drafting,
         ]
 
     def has_pages(self, step: StepCost) -> bool:
@@ -155,7 +159,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as values that JSON can hold: bytes, seconds, and the source of each group of numbers."""
-        skipped = {"models", "device", "links", "stages", "decode", "prefill"}
+        skipped = {"models", "device", "links", "stages", "decode", "prefill", "drafting"}
         own = {name: value for name, value in report.fields_dict(self).items() if name not in skipped}
         derived = ("num_devices", "num_pages", "kv_tokens", "num_requests", "kv_bytes_per_token", "fits")
         return {
@@ -169,6 +173,7 @@ class Plan:
             ],
             "decode": [report.step_dict(step) for step in self.decode],
             "prefill": report.step_dict(self.prefill),
+            "drafting": None if self.drafting is None else report.drafting_dict(self.drafting),
             "sources": report.SOURCES,
         }
 

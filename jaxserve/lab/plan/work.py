@@ -63,21 +63,37 @@ class StageWork:
 
     def __init__(self, sharded: ShardedModel):
         self._parallel, self._itemsize = sharded.parallel, jnp.dtype(sharded.policy.kv).itemsize
-        self._matmuls = list(_matmuls(sharded))
+        self._matmuls, self._splits_rows = list(_matmuls(sharded)), sharded.splits_rows
         specs = sharded.abstract_model.kv_specs
         self._specs = [specs[layer] for layer in sharded.layers]
 
-    def decode(self, rows: int, context: int, all_rows: int) -> Work:
+    @classmethod
+    def of_drafter(cls, last: ShardedModel) -> "StageWork":
+        """Return the drafter of a model, given its last stage, whose output head a draft head without one reads."""
+        assert last.drafter is not None
+        work = cls(last.drafter.sharded)
+        if not any(matmul.is_sampled for matmul in work._matmuls):
+            work._matmuls += [matmul for matmul in _matmuls(last) if matmul.is_sampled]
+        return work
+
+    def decode(
+        self, rows: int, context: int, all_rows: int, num_tokens: int = 1, num_samples: int | None = None
+    ) -> Work:
         """Return the work of a step in which each row attends to ``context`` tokens.
 
         Args:
             rows: Rows of each lane.
             context: Tokens of context.
             all_rows: Rows of all lanes together, which share experts.
+            num_tokens: Query tokens of each row: one, and its drafts.
+            num_samples: Those of them that the output head reads; None: all.
         """
+        tokens, samples = rows * num_tokens, rows * (num_tokens if num_samples is None else num_samples)
+        readers = tokens if self._splits_rows else rows
         seen = [float(min(context, spec.window or context)) for spec in self._specs]
-        own = sum(map(self._token_bytes, self._specs, seen)) * rows
-        return self._work(rows, rows, all_rows, own, sum(map(self._attention, self._specs, seen)) * rows)
+        own = sum(map(self._token_bytes, self._specs, seen)) * readers
+        attention = sum(map(self._attention, self._specs, seen)) * tokens
+        return self._work(tokens, samples, all_rows * num_tokens, own, attention)
 
     def prefill(self, num_tokens: int) -> Work:
         """Return the work of a step that computes a prompt of ``num_tokens`` tokens in each lane."""

@@ -44,6 +44,11 @@ def read_eagle3(directory: Path, target: ModelConfig, load_format: str = "auto")
     raw = read_config_json(path)
     _check_kind(raw, path)
     with open_checkpoint(directory, None, load_format) as reader:
+        if "fc.weight" not in reader.tensors:
+            raise ConfigError(
+                f"speculative_config.model: {directory} is not an EAGLE-3 head, as it has no tensor fc.weight; "
+                "for a whole model use the method draft_model"
+            )
         fields = ConfigFields(raw, str(path))
         config = _read(fields, target, reader)
         fields.raise_problems()

@@ -16,12 +16,12 @@ class DeviceProposer:
     """
 
     def __init__(self, config: Mapping[str, Any]):
-        self._num_tokens: int = config["num_speculative_tokens"]
+        pass
 
     def propose(self, sequences: Items[Sequence]) -> list[list[int]]:
         """See ``DraftProposer``; the masks of a constraint would need drafts that the host knows."""
         return [
-            [] if each.constraint is not None else [ON_DEVICE] * (each.num_pending - 1 + self._num_tokens)
+            [] if each.constraint is not None else [ON_DEVICE] * (each.num_pending - 1 + each.num_next_drafts)
             for each in sequences
         ]
 

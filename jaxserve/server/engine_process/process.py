@@ -22,6 +22,7 @@ from jaxserve.engine.loop import Loop
 from jaxserve.engine.model_defaults import generation_defaults
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.reshard.resharding import Resharder
 from jaxserve.server.engine_process.outbox import Outbox
 from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
@@ -168,7 +169,8 @@ def watch(loop: Loop, outbox: Outbox, timeout_s: float) -> NoReturn:
 
 def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> Loop:
     """Start the engine and everything that serves it."""
-    config = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, **start.engine_arguments})
+    given = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, **start.engine_arguments})
+    config = with_verifier(given)
     started = start_engine(config)
     logger.info("%s", started.ledger)
     stats = None if config.disable_log_stats else StatsLogger(started.ledger.device)

@@ -59,6 +59,43 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1] == "=" * 50
 
 
+METRICS = """# TYPE {server}:spec_decode_num_drafts_total counter
+{server}:spec_decode_num_drafts_total{{engine="0",model_name="m"}} {drafts}
+{server}:spec_decode_num_drafts_total{{engine="1",model_name="m"}} 1.0
+{server}:spec_decode_num_draft_tokens_total{{engine="0",model_name="m"}} {tokens}
+{server}:spec_decode_num_accepted_tokens_total{{engine="0",model_name="m"}} 9.0
+{server}:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="0"}} {first}
+{server}:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="1"}} {second}
+"""
+
+
+@pytest.mark.parametrize("server_name", ["vllm", "jaxserve"])
+def test_drafts_of_the_run_are_reported(server_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As vLLM reports them: what the server counted meanwhile, not what it had counted before."""
+    with fake_server() as server:
+        before = METRICS.format(server=server_name, drafts=3, tokens=6, first=2, second=1)
+        server.metrics = [before, METRICS.format(server=server_name, drafts=13, tokens=26.0, first=10, second=5)]
+        found = bench(tmp_path, "--base-url", server.url, *SMALL, "--num-prompts", 2)
+        assert found["spec_decode_per_position_acceptance_rates"] == [0.8, 0.4]
+        names = ("acceptance_rate", "acceptance_length", "num_drafts", "draft_tokens", "accepted_tokens")
+        assert [found[f"spec_decode_{name}"] for name in names] == [60.0, 2.2, 10, 20, 12]
+        server.metrics = [before, before]
+        assert set(bench(tmp_path, "--base-url", server.url, *SMALL, "--num-prompts", 2)) == KEYS, "no drafts"
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("---------------Speculative Decoding---------------")
+    assert lines[start + 1 : start + 10] == [
+        "Acceptance rate (%):                     60.00     ",
+        "Acceptance length:                       2.20      ",
+        "Drafts:                                  10        ",
+        "Draft tokens:                            20        ",
+        "Accepted tokens:                         12        ",
+        "Per-position acceptance (%):",
+        "  Position 0:                            80.00     ",
+        "  Position 1:                            40.00     ",
+        "=" * 50,
+    ]
+
+
 KEYS = {
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts", "request_rate"),
     *("burstiness", "max_concurrency", "duration", "completed", "failed", "total_input_tokens"),

@@ -172,7 +172,7 @@ def test_the_table_of_temporaries_is_read() -> None:
     assert len(ROWS) == 5
 
 
-@pytest.mark.parametrize("drafts", [None, {"method": "ngram", "num_speculative_tokens": 3}])
+@pytest.mark.parametrize("drafts", [None, {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3}])
 def test_a_plan_has_the_numbers_of_an_engine(drafts: dict[str, Any] | None) -> None:
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "speculative_config": drafts}
     engine = plan_engine(EngineConfig(model="demo", tensor_parallel_size=2, **settings))
@@ -184,6 +184,12 @@ def test_a_plan_has_the_numbers_of_an_engine(drafts: dict[str, Any] | None) -> N
         engine.needs.slots,
     )
     assert stage.step_reserve == engine.needs.temporaries
+    if planned.drafting is None:
+        assert drafts is None
+    else:
+        assert planned.drafting.drafter is not None
+        assert planned.drafting.drafter.weights == engine.needs.drafter
+        assert all(cost.ratio > 2 for cost in planned.drafting.costs), "the model drafts for itself, in 3 passes"
     assert planned.pages_per_request == engine.needs.request_pages
     assert planned.num_pages >= engine.models[0].num_pages
 

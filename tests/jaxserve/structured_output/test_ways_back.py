@@ -10,6 +10,7 @@ import pytest
 from jaxserve.api.structured_params import StructuredOutputsParams
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.parsers import reasoning_parser
+from jaxserve.scheduling.constrained_drafts import masked_drafts
 from jaxserve.scheduling.sequence import Constraint
 from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget
 from jaxserve.structured_output.grammar_constraint import DeferredConstraint, GrammarConstraint
@@ -106,6 +107,36 @@ def test_grammars_go_back(compiler: GrammarCompiler, name: str) -> None:
         check_way_back(lambda: DeferredConstraint(grammar), pool, seed)
     check_way_back(lambda: reasoning(DeferredConstraint(grammar), None), [*pool, *ids("</think>")], 1)
     check_way_back(lambda: AllOf([DeferredConstraint(grammar), bad_words()]), pool, 2)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_batch_of_masks_is_that_of_each_step(compiler: GrammarCompiler, name: str) -> None:
+    """Also what is allowed without one."""
+    grammar = compiler.submit(StructuredOutputsParams(**GRAMMARS[name]))
+    grammar.result()
+    rng = random.Random(0)
+    rows, expected = list[tuple[DeferredConstraint, list[int]]](), list[list[bytes]]()
+    for length in range(1, 13):
+        constraint, tokens, masks = DeferredConstraint(grammar), list[int](), list[bytes]()
+        state = constraint.save()
+        while len(tokens) < length:
+            allows = [token for token in range(VOCAB_SIZE) if constraint.allows(token)]
+            bits = np.unpackbits(np.frombuffer(constraint.mask(), np.uint8), bitorder="little")
+            masked = np.flatnonzero(bits).tolist()
+            assert allows == masked or (masked == constraint.forced()[:1] and masked[0] in allows)
+            allows = masked
+            if constraint.accept(token := rng.choice(allows)):
+                break
+            tokens.append(token)
+            masks.append(constraint.mask())
+        constraint.restore(state)
+        if tokens:
+            rows.append((constraint, tokens))
+            expected.append(masks)
+    found = DeferredConstraint.masks_after(rows)
+    assert [each.token_ids for each in masked_drafts(rows)] == [tokens for _, tokens in rows]
+    assert [list(each.masks) for each in masked_drafts(rows)] == expected
+    assert found in (expected, [None] * len(rows))  # where the model has no end, each row is walked
 
 
 def test_a_grammar_goes_back_from_a_token_that_it_forbids(compiler: GrammarCompiler) -> None:

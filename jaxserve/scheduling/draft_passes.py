@@ -1,0 +1,131 @@
+"""Choose how many drafts a model on the device makes after each step.
+
+Each costs a pass of the draft model, verified or not. So the number is chosen when drafts are made: the next step
+verifies all of them.
+"""
+
+import itertools
+import math
+from collections import deque
+from typing import NamedTuple
+
+from jaxserve.scheduling.draft_costs import (
+    FIRST_PROBE_STEPS,
+    MARGIN,
+    NUM_FIRST_PROBES,
+    PROBE_STEPS,
+    Acceptance,
+    StepCosts,
+)
+
+_PROBE_COST = 0.01
+"""Most time of probes where drafts do not pay, as a part of all steps."""
+
+
+class MeasuredStep(NamedTuple):
+    """The time of a step of decode rows.
+
+    Attributes:
+        number: Number of its plan.
+        num_rows: Number of rows.
+        num_verified: Number of drafts that it has verified.
+        num_made: Number of drafts that it has made after each row.
+        seconds: Time from the tokens of the step before to its own.
+    """
+
+    number: int
+    num_rows: int
+    num_verified: int
+    num_made: int
+    seconds: float
+
+
+class DraftPasses:
+    """Chooses the number of drafts that promises the most tokens per second, from measured acceptance and times.
+
+    It starts with the most drafts, and stays there until steps with and without drafts have been measured. Every so
+    often a step does what seems worse, so that its measured time is not stale.
+
+    Whether the passes that make drafts are part of the time of the step that makes them or of the step that verifies
+    them depends on the device. So a change counts with both of its steps.
+
+    Args:
+        max_drafts: Most drafts per row.
+        is_adaptive: Whether to choose; if not, every step makes the most drafts.
+        num_stages: Number of pipeline stages; steps of the same rows are as many plans apart.
+    """
+
+    def __init__(self, max_drafts: int, is_adaptive: bool, num_stages: int = 1):
+        self._max_drafts = max_drafts
+        self._is_adaptive = is_adaptive
+        self._num_stages = num_stages
+        self._acceptance = Acceptance(max_drafts)
+        self._costs: dict[int, StepCosts] = {}
+        self._recent = [deque[MeasuredStep](maxlen=3) for _ in range(num_stages)]
+        self._num_choices = 0
+        self._num_probes = 0
+
+    def choose(self, num_rows: int, budget: int) -> int:
+        """Return how many drafts to make after each of ``num_rows`` rows, whose next step has room for ``budget``."""
+        if not self._is_adaptive:
+            return self._max_drafts
+        costs = self._table(num_rows)
+        best, rate = self._best(num_rows, budget, costs)
+        pays = rate > MARGIN
+        if not self._is_due(1.0 if pays else costs.estimate(min(self._max_drafts * num_rows, budget))):
+            return best if pays else 0
+        is_second = self._num_probes % 2 == 0
+        return self._max_drafts if is_second else 0 if pays else best
+
+    def add_row(self, num_drafts: int, num_accepted: int, num_rows: int = 1) -> None:
+        """Count the accepted drafts of a row, of those that were verified; or of ``num_rows`` rows like it."""
+        self._acceptance.add(num_drafts, num_accepted, num_rows)
+
+    def add_step(self, step: MeasuredStep) -> None:
+        """Add a step, in the order of plans."""
+        recent = self._recent[step.number % self._num_stages]
+        recent.append(step)
+        if len(recent) < 3 or any(b.number - a.number != self._num_stages for a, b in itertools.pairwise(recent)):
+            return
+        first, second, third = recent
+        if not first.num_rows == second.num_rows == third.num_rows or min(each.seconds for each in recent) <= 0:
+            return
+        changed = second.seconds + third.seconds - first.seconds  # as long as a step of the other kind
+        verified, made = [each.num_verified for each in recent], [bool(each.num_made) for each in recent]
+        if not any(verified[:2]) and verified[2] and made == [False, True, False]:
+            self.add_cost(step.num_rows, verified[2], changed / first.seconds)
+        elif verified[0] == verified[1] > 0 == verified[2] and made == [True, False, True] and changed > 0:
+            self.add_cost(step.num_rows, verified[0], first.seconds / changed)
+
+    def add_cost(self, num_rows: int, num_drafts: int, cost: float) -> None:
+        """Add the measured time of a step with drafts, relative to one without."""
+        self._table(num_rows).add(num_drafts, cost)
+
+    def _best(self, num_rows: int, budget: int, costs: StepCosts) -> tuple[int, float]:
+        """Return how many drafts per row promise the most tokens per second, at least one, and how many times those of
+        a step without drafts these are."""
+        best, best_rate, gain = 1, 0.0, 0.0
+        for count, expected in enumerate(self._acceptance.expected, 1):
+            if count > 1 and count * num_rows > budget:
+                break
+            gain += expected
+            rate = (1 + gain) / costs.estimate(count * num_rows)
+            if rate > best_rate:
+                best, best_rate = count, rate
+        return best, best_rate
+
+    def _is_due(self, cost: float) -> bool:
+        """Whether this step is a probe, which takes ``cost`` times as long as other steps."""
+        self._num_choices += 1
+        every = max(FIRST_PROBE_STEPS if self._num_probes < NUM_FIRST_PROBES else PROBE_STEPS, (cost - 1) / _PROBE_COST)
+        if self._num_choices < every:
+            return False
+        self._num_choices = 0
+        self._num_probes += 1
+        return True
+
+    def _table(self, num_rows: int) -> StepCosts:
+        key = round(4 * math.log2(max(num_rows, 1)))
+        if key not in self._costs:
+            self._costs[key] = StepCosts()
+        return self._costs[key]
