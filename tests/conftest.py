@@ -40,7 +40,7 @@ import hypothesis  # noqa: E402  (after the environment that JAX reads)
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import cost_profile, suite  # noqa: E402
+from tests import cost_profile, drafting, suite  # noqa: E402
 from tests.server_process import PROGRAMS_CACHE  # noqa: E402
 from tests.shape_checks import check_shapes  # noqa: E402
 
@@ -64,11 +64,12 @@ hypothesis.settings.load_profile("jaxserve")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--attention-backend`` and ``--kernels``, which every engine of the tests then takes, and others."""
+    """Add ``--attention-backend``, ``--kernels`` and ``--speculation``, which every engine of the tests then takes."""
     suite.add_options(parser)
     parser.addoption("--profile-costs", type=Path, help="write to this file what each test spends its time on")
     parser.addoption("--attention-backend", help="run engines with this one, such as pallas-interpret")
     parser.addoption("--kernels", choices=("native", "xla"), help="run engines with these alone")
+    parser.addoption("--speculation", choices=drafting.METHODS, help="run engines, also those of servers, with drafts")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -82,17 +83,19 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(cost_profile.ProfileFile(path))
         if is_worker or not config.getoption("numprocesses", None):
             config.pluginmanager.register(cost_profile.Profile())
+    if (method := config.getoption("--speculation")) is not None:
+        os.environ[drafting.VARIABLE] = method
     names = {"attention_backend": "--attention-backend", "kernels": "--kernels"}
     given = {name: config.getoption(option) for name, option in names.items()}
     defaults = {name: value for name, value in given.items() if value is not None}
-    if not defaults:
+    if not defaults and method is None:
         return
     if "attention_backend" in defaults:
         os.environ["TESTS_ATTENTION_BACKEND"] = defaults["attention_backend"]
     make = EngineConfig.__init__
 
     def make_with_defaults(self: EngineConfig, **settings: Any) -> None:
-        make(self, **{**defaults, **settings})
+        make(self, **{**defaults, **drafting.default(settings), **settings})
 
     EngineConfig.__init__ = make_with_defaults
 

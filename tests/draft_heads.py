@@ -85,6 +85,23 @@ def write_eagle3(directory: Path, config: dict[str, Any], seed: int = 0, **chang
     return tensors
 
 
+def write_eagle(directory: Path, config: dict[str, Any], seed: int = 0, *, bias: bool = True) -> dict[str, np.ndarray]:
+    """Writes an EAGLE head and returns its tensors, with a copy of an embedding, as checkpoints have it."""
+    shapes = eagle3_shapes({**config, "draft_vocab_size": 1}, "layers.0", 2)
+    size, inner = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    shapes = {
+        name: (shape[0], size) if name.startswith("layers.0.self_attn") else shape for name, shape in shapes.items()
+    }
+    shapes |= {"layers.0.self_attn.o_proj.weight": (size, inner), "embed_tokens.weight": (config["vocab_size"], size)}
+    for absent in ("layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight", "norm.weight", "lm_head.weight"):
+        del shapes[absent]
+    tensors = _random(shapes | ({"fc.bias": (size,)} if bias else {}), seed)
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors")
+    return tensors
+
+
 def write_mtp(directory: Path, config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Writes a model with a layer for multi-token prediction, and copies of embedding and head beside it."""
     write_checkpoint(directory, config, seed)
@@ -142,15 +159,19 @@ def eagle3_hidden(
             inner = np.concatenate([norm(embedded, weight["input_layernorm.weight"], 1e-5), normed], 1)
         else:
             inner = norm(x, weight["input_layernorm.weight"], 1e-5)
-        query, key, value = (
-            (inner @ weight[f"self_attn.{part}_proj.weight"].T).reshape(len(x), -1, size) for part in "qkv"
-        )
-        query, key = _rotate(query, positions, halves=True), _rotate(key, positions, halves=True)
-        group = query.shape[1] // key.shape[1]
-        attended = _attend(query, np.repeat(key, group, 1), np.repeat(value, group, 1), size**-0.5)
-        x = x + attended.reshape(len(x), -1) @ weight["self_attn.o_proj.weight"].T
+        x = x + _grouped_attention(inner, weight, size, positions)
         x = x + _mlp(norm(x, weight["post_attention_layernorm.weight"], 1e-5), weight, "mlp.")
     return x
+
+
+def eagle_hidden(
+    tensors: Tensors, config: dict[str, Any], embedded: np.ndarray, states: np.ndarray, first: int
+) -> np.ndarray:
+    """Output of an EAGLE head's layer, both logits' input and the states of drafted tokens."""
+    weight = {name.removeprefix("layers.0."): tensor for name, tensor in tensors.items()}
+    x = np.concatenate([embedded, states], 1) @ tensors["fc.weight"].T + tensors.get("fc.bias", 0)
+    x = x + _grouped_attention(x, weight, config["head_dim"], first + np.arange(len(x)))
+    return x + _mlp(norm(x, weight["post_attention_layernorm.weight"], 1e-5), weight, "mlp.")
 
 
 def eagle3_fed_back(tensors: Tensors, config: dict[str, Any], hidden: np.ndarray) -> np.ndarray:
@@ -177,6 +198,15 @@ def mtp_hidden(
     x = x + _latent_attention(norm(x, weight["input_layernorm.weight"], 1e-6), weight, config, positions)
     y = norm(x, weight["post_attention_layernorm.weight"], 1e-6)
     return x + (_experts(y, weight, config) if "mlp.gate.weight" in weight else _mlp(y, weight, "mlp."))
+
+
+def _grouped_attention(x: np.ndarray, weight: Tensors, head_dim: int, positions: np.ndarray) -> np.ndarray:
+    parts = ((x @ weight[f"self_attn.{part}_proj.weight"].T).reshape(len(x), -1, head_dim) for part in "qkv")
+    query, key, value = parts
+    query, key = _rotate(query, positions, halves=True), _rotate(key, positions, halves=True)
+    group = query.shape[1] // key.shape[1]
+    attended = _attend(query, np.repeat(key, group, 1), np.repeat(value, group, 1), head_dim**-0.5)
+    return attended.reshape(len(x), -1) @ weight["self_attn.o_proj.weight"].T
 
 
 def _latent_attention(x: np.ndarray, weight: Tensors, config: dict[str, Any], positions: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from scripts import server_child
 from scripts.server_child import RunningServer
+from tests import drafting
 
 START_LIMIT_S = 300.0
 END_LIMIT_S = 30.0
@@ -33,7 +34,7 @@ def running_server(
         engine: Add the flags of ``SMALL_ENGINE``.
     """
     all_flags = ["--compilation-cache-dir", str(PROGRAMS_CACHE), "--shutdown-timeout", "5"]
-    all_flags += [*(SMALL_ENGINE if engine else ()), *flags]
+    all_flags += [*drafting.server_flags(model), *(SMALL_ENGINE if engine else ()), *flags]
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         limits = {"start_limit_s": START_LIMIT_S, "end_limit_s": END_LIMIT_S}
         with server_child.running_server(model, all_flags, Path(log.name), environment=environment, **limits) as server:

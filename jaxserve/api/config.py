@@ -98,13 +98,14 @@ class EngineConfig:
             ``suffix_decoding_min_token_prob`` (0.1). ``draft_model`` samples from a smaller ``model`` with the same
             vocabulary (a directory or hub id, and its ``revision``), of the same ``dtype`` by default, on the same
             devices; ``draft_sample_method`` says whether as each request asks for (``probabilistic``, the default) or
-            its most likely tokens (``greedy``). ``eagle3`` drafts with an EAGLE-3 head, ``model``, and ``mtp`` with the
-            model's own layer for multi-token prediction, both with ``draft_sample_method``. Of these three, requests
-            with structured outputs take what their grammar forces alone. With ``deterministic``, completions are bit
-            for bit those without drafts; otherwise drafts affect them no more than other requests in a batch do. With
-            every method, tokens that a grammar or a thinking budget forces are drafts too; with ``grammar``, only these
-            are. Each step verifies fewer drafts, or none, where that is faster by measured times and acceptance;
-            ``enable_adaptive_verification: false`` always verifies all.
+            its most likely tokens (``greedy``). ``eagle`` and ``eagle3`` draft with an EAGLE or EAGLE-3 head
+            (``model``), ``mtp`` with the model's own layer for multi-token prediction, all with
+            ``draft_sample_method``. Of these four, requests with structured outputs take what their grammar forces
+            alone. With ``deterministic``, completions are bit for bit those without drafts; otherwise drafts affect
+            them no more than other requests in a batch do. With every method, tokens that a grammar or a thinking
+            budget forces are drafts too; with ``grammar``, only these are. Each step verifies fewer drafts, or none,
+            where that is faster by measured times and acceptance; ``enable_adaptive_verification: false`` always
+            verifies all.
         spec_method: Short for the key ``method`` of ``speculative_config``.
         spec_model: Short for its key ``model``.
         spec_tokens: Short for its key ``num_speculative_tokens``.

@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 
 MAX_DRAFTS = 64
-DEVICE_METHODS = ("draft_model", "eagle3", "mtp")
+DEVICE_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 """Methods whose drafts a model makes on the device."""
 KEYS: Mapping[str, Key] = MappingProxyType(
     {
@@ -65,6 +65,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """The texts that the other keys accept, the default first; empty: any text, without a default."""
 _COMMON = ("num_speculative_tokens", "enable_adaptive_verification")
+_HEAD = ("model", "revision", "draft_tensor_parallel_size", "draft_sample_method")
 METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "grammar": _COMMON,
@@ -84,13 +85,8 @@ METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "draft_tensor_parallel_size",
             "draft_sample_method",
         ),
-        "eagle3": (
-            *_COMMON,
-            "model",
-            "revision",
-            "draft_tensor_parallel_size",
-            "draft_sample_method",
-        ),
+        "eagle": (*_COMMON, *_HEAD),
+        "eagle3": (*_COMMON, *_HEAD),
         "mtp": (*_COMMON, "draft_tensor_parallel_size", "draft_sample_method"),
     }
 )

@@ -1,8 +1,7 @@
 """Drafting on the device: after the sampler, a draft model guesses the tokens of each slot's next row.
 
-Each draft takes a pass of the draft model over one token per row. The host says how many drafts the next rows want.
-
-The draft model takes in every token that the model took in during the step, and the sampled ones, so that its keys and
+Each draft takes a pass of the draft model over one token per row. The host says how many drafts the next rows want. The
+draft model takes in every token that the model took in during the step, and the sampled ones, so that its keys and
 values are in the same pages at the same positions, whatever happened to a context before. Drafts stay on the device
 (``LatestTokens.drafts``), where the slot's next row reads them.
 """

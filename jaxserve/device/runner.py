@@ -62,8 +62,8 @@ def _result(output: Any, plan: StepPlan, errors: tuple[RowError, ...]) -> StepRe
 def _token_lists(tokens: np.ndarray, plan: StepPlan) -> list[list[int]]:
     """Return the tokens of each row, without those that are none."""
     if plan.has_drafts:
-        counts = zip(plan.first_samples, plan.num_samples, strict=True)
-        return [[t for t in tokens[first : first + count].tolist() if t != NO_TOKEN] for first, count in counts]
+        flat, counts = tokens.tolist(), zip(plan.first_samples, plan.num_samples, strict=True)
+        return [[token for token in flat[first : first + count] if token != NO_TOKEN] for first, count in counts]
     tokens = tokens[: plan.num_rows]
     lists = tokens[:, None].tolist()
     is_empty = (tokens == NO_TOKEN) | (as_array(plan.num_samples) == 0)

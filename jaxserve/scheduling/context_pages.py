@@ -179,6 +179,7 @@ class ContextPages:
 
     Attributes:
         cache: Prefix cache lookups and registrations.
+        num_lookahead: As given.
         num_queried_tokens: Prompt tokens looked up in the cache, once per sequence.
         num_hit_tokens: Prompt tokens found in the cache.
     """
@@ -190,7 +191,7 @@ class ContextPages:
         shares_parts: bool = True,
         num_lookahead: int = 0,
     ):
-        self._num_lookahead = num_lookahead
+        self.num_lookahead = num_lookahead
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._allocator, self._shares_parts = allocator, shares_parts
@@ -294,7 +295,7 @@ class ContextPages:
 
     def with_lookahead(self, sequence: Sequence, end: int) -> int:
         """Return the position up to which a sequence with tokens up to ``end`` should have pages if any are free."""
-        return max(end, min(end + self._num_lookahead, sequence.max_length - 1))
+        return max(end, min(end + self.num_lookahead, sequence.max_length - 1))
 
     def grants(self, sequence: Sequence) -> list[PageGrant]:
         """Return the page table updates that the device has not seen: each from the first changed page on."""
@@ -308,7 +309,7 @@ class ContextPages:
 
     def shrink(self, sequence: Sequence) -> None:
         """Free the pages of a decoding sequence after its known and pending tokens, unless a drafter writes there."""
-        if self._num_lookahead:
+        if self.num_lookahead:
             return
         num_kept = self._allocator.pages_for(sequence.num_computed + 1)
         for table in sequence.tables:

@@ -29,11 +29,13 @@ class Acceptance:
         self._accepted = [0.0] * max_drafts
         self._expected: list[float] | None = None
 
-    def add(self, num_drafts: int, num_accepted: int) -> None:
-        """Count the drafts of a row up to the first that was not accepted."""
+    def add(self, num_drafts: int, num_accepted: int, num_rows: int = 1) -> None:
+        """Count the drafts of rows that are alike up to the first that was not accepted."""
+        kept = _DECAY**num_rows
+        new = (1 - kept) / (1 - _DECAY)
         for position in range(min(num_accepted + 1, num_drafts)):
-            self._tried[position] = self._tried[position] * _DECAY + 1
-            self._accepted[position] = self._accepted[position] * _DECAY + (position < num_accepted)
+            self._tried[position] = self._tried[position] * kept + new
+            self._accepted[position] = self._accepted[position] * kept + new * (position < num_accepted)
         self._expected = None
 
     @property

@@ -6,6 +6,7 @@ a sequence, only the number of steps that it takes.
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from types import MappingProxyType
@@ -106,9 +107,12 @@ class DraftLengths:
             pays = self._probe != "none"
         return Choice(lengths, pays and self._can_wait)
 
-    def add_row(self, proposed: Proposed, num_drafts: int, num_accepted: int) -> None:
-        """Count the accepted drafts of a row, of those that were verified."""
-        self._kind(proposed).add(num_drafts, num_accepted)
+    def add_row(self, proposed: Proposed, num_drafts: int, num_accepted: int, num_rows: int = 1) -> None:
+        """Count the accepted drafts of a row, of those that were verified; or of ``num_rows`` rows like it."""
+        if self.passes is None:
+            self._kind(proposed).add(num_drafts, num_accepted, num_rows)
+        elif not proposed.is_constrained:
+            self.passes.add_row(num_drafts, num_accepted, num_rows)
 
     def add_step(self, num_rows: int, is_ahead: bool, num_drafts: int, seconds: float) -> None:
         """Add the measured time of a step of decode rows, from the tokens of the step before."""
@@ -141,7 +145,7 @@ class DraftLengths:
             if row.num_tokens
             for gain in self._kind(row).expected[: row.num_tokens]
         ]
-        gains = sorted(gains, key=lambda gain: -gain[0])[:budget]
+        gains = sorted(gains, key=operator.itemgetter(0), reverse=True)[:budget]
         sums, num_rows = [*itertools.accumulate(gain for gain, _ in gains)], len(proposed)
         table, count, best, best_rate = self._table(num_rows), len(gains), 0, 0.0
         while count:

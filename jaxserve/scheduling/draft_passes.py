@@ -80,9 +80,9 @@ class DraftPasses:
             return self._max_drafts
         return 0 if pays else best
 
-    def add_row(self, num_drafts: int, num_accepted: int) -> None:
-        """Count the accepted drafts of a row, of those that were verified."""
-        self._acceptance.add(num_drafts, num_accepted)
+    def add_row(self, num_drafts: int, num_accepted: int, num_rows: int = 1) -> None:
+        """Count the accepted drafts of a row, of those that were verified; or of ``num_rows`` rows like it."""
+        self._acceptance.add(num_drafts, num_accepted, num_rows)
 
     def add_step(self, step: MeasuredStep) -> None:
         """Add a step, in the order of plans."""

@@ -10,8 +10,9 @@ import dataclasses
 import itertools
 import logging
 from array import array
+from collections.abc import Sequence as Items
 
-from jaxserve.scheduling.constrained_drafts import ConstrainedDrafts, constrained_drafts, masked_drafts
+from jaxserve.scheduling.constrained_drafts import constrained_drafts, masked_drafts
 from jaxserve.scheduling.context_pages import ContextPages
 from jaxserve.scheduling.draft_lengths import DraftLengths, Proposed
 from jaxserve.scheduling.draft_passes import DraftPasses, MeasuredStep
@@ -64,18 +65,23 @@ def add_drafts(
     step.is_ahead = any(sequence.num_pending > 1 for sequence in sequences)
     found = _ask(proposer, sequences) if budget > 0 else []
     if found:
-        usable = [_usable(*each, limits.max_draft_tokens) for each in zip(sequences, found, strict=True)]
+        most = limits.max_draft_tokens
+        drafts = [_usable(sequence, tokens, most) for sequence, tokens in zip(sequences, found, strict=True)]
         proposed = [
-            Proposed(len(drafts.token_ids), sequence.constraint is not None, sequence.num_pending > 1)
-            for sequence, drafts in zip(sequences, usable, strict=True)
+            Proposed(len(tokens), sequence.constraint is not None, sequence.num_pending > 1)
+            for sequence, tokens in zip(sequences, drafts, strict=True)
         ]
         lengths, step.waits = chooser.choose(proposed, budget)
         if any(lengths) or limits.num_lookahead:
             step.proposed = dict(zip(sequences, proposed, strict=True))
-            chosen = _chosen(sequences, usable, lengths)
-            kept = [_reserve(sequence, drafts, step, pages) for sequence, drafts in zip(sequences, chosen, strict=True)]
-            if any(kept):
-                _write(step, kept)
+            drafts = [tokens[:length] for tokens, length in zip(drafts, lengths, strict=True)]
+            masks = _make_masks(sequences, drafts)
+            for row, sequence in enumerate(sequences):
+                drafts[row] = _reserve(sequence, drafts[row], step, pages)
+            for row, made in masks.items():
+                step.add_draft_masks(sequences[row].slot, made[: len(drafts[row])])
+            if any(drafts):
+                _write(step, drafts)
     if chooser.passes is not None:
         _plan_passes(step, chooser.passes, limits)
     return found is not None
@@ -136,32 +142,29 @@ def drop_rejected(
     step: Step, tokens: list[list[int]], pages: ContextPages, counts: DraftCounts, chooser: DraftLengths
 ) -> None:
     """Count the drafts of a completed step, and undo what rejected ones reserved; see ``Scheduler.complete``."""
-    accepted = list[int]()
+    verified = list[tuple[Proposed, int, int]]()
     for num_samples, sequence, new in zip(step.plan.num_samples, step.sequences, tokens, strict=True):
         if num_samples <= 1 or sequence.finish_reason is not None:
             continue
-        num_accepted = max(len(new), 1) - 1
-        accepted.append(num_accepted)
-        sequence.drafted.append(num_samples - 1)
+        num_drafts, num_accepted = num_samples - 1, len(new) - 1 if new else 0
+        sequence.drafted.append(num_drafts)
         sequence.accepted.append(num_accepted)
-        sequence.num_draft_tokens += num_samples - 1
+        sequence.num_draft_tokens += num_drafts
         sequence.num_accepted_tokens += num_accepted
-        counts.num_tokens += num_samples - 1
-        if chooser.passes is None:
-            chooser.add_row(step.proposed[sequence], num_samples - 1, num_accepted)
-        elif sequence.constraint is None:
-            chooser.passes.add_row(num_samples - 1, num_accepted)
-        num_rejected = num_samples - 1 - num_accepted
+        verified.append((step.proposed[sequence], num_drafts, num_accepted))
+        num_rejected = num_drafts - num_accepted
         if not num_rejected:
             continue
         sequence.num_pending -= num_rejected
         if sequence.slot >= 0:
             sequence.num_computed -= num_rejected
             pages.shrink(sequence)
-    counts.num_drafts += len(accepted)
-    for num_accepted, num_rows in collections.Counter(accepted).items():
+    for (proposed, num_drafts, num_accepted), num_rows in collections.Counter(verified).items():
+        counts.num_drafts += num_rows
+        counts.num_tokens += num_rows * num_drafts
         for position in range(num_accepted):
             counts.num_accepted[position] += num_rows
+        chooser.add_row(proposed, num_drafts, num_accepted, num_rows)
 
 
 def measure_step(step: Step, chooser: DraftLengths) -> None:
@@ -177,7 +180,7 @@ def measure_step(step: Step, chooser: DraftLengths) -> None:
         passes.add_step(MeasuredStep(plan.number, num_rows, num_drafts, plan.num_drafts, seconds))
 
 
-def _usable(sequence: Sequence, proposed: list[int], most: int) -> ConstrainedDrafts:
+def _usable(sequence: Sequence, proposed: list[int], most: int) -> list[int]:
     """Return the drafts that fit into a sequence's maximum length and that its constraint allows, at most ``most``.
 
     Args:
@@ -186,48 +189,44 @@ def _usable(sequence: Sequence, proposed: list[int], most: int) -> ConstrainedDr
         most: Most drafts.
     """
     num_in_flight = sequence.num_pending - 1  # excludes this row's token
-    most = min(most, sequence.max_length - 1 - sequence.num_computed)
+    num_left = sequence.max_length - 1 - sequence.num_computed
+    if num_left < most:
+        most = num_left
     if sequence.constraint is None:
-        return ConstrainedDrafts(proposed[num_in_flight : num_in_flight + most])
+        return proposed[num_in_flight : num_in_flight + most]
     if sequence.error is not None:
-        return ConstrainedDrafts([])
+        return []
     drafts = constrained_drafts(sequence, proposed, most)
     sequence.error = drafts.error
-    return drafts
+    return drafts.token_ids
 
 
-def _chosen(sequences: list[Sequence], usable: list[ConstrainedDrafts], lengths: list[int]) -> list[ConstrainedDrafts]:
-    """Return the chosen number of each row's drafts, with their masks."""
-    chosen, constrained = list[ConstrainedDrafts](), list[tuple[Constraint, list[int]]]()
-    for sequence, drafts, length in zip(sequences, usable, lengths, strict=True):
-        token_ids = drafts.token_ids[:length]
-        chosen.append(ConstrainedDrafts(token_ids))
-        if sequence.constraint is not None:
-            constrained.append((sequence.constraint, token_ids))
-    if constrained:
-        masked = iter(masked_drafts(constrained))
-        for row, sequence in enumerate(sequences):
-            if sequence.constraint is not None:
-                chosen[row] = next(masked)
-                sequence.error = sequence.error or chosen[row].error
-    return chosen
+def _make_masks(sequences: list[Sequence], drafts: list[list[int]]) -> dict[int, Items[bytes | None]]:
+    """Return the masks after the drafts of constrained rows; cut drafts after which there is no mask."""
+    rows, constrained = list[int](), list[tuple[Constraint, list[int]]]()
+    for row, sequence in enumerate(sequences):
+        if sequence.constraint is not None and drafts[row]:
+            rows.append(row)
+            constrained.append((sequence.constraint, drafts[row]))
+    masks = dict[int, Items[bytes | None]]()
+    for row, found in zip(rows, masked_drafts(constrained), strict=True):
+        drafts[row], masks[row], sequences[row].error = found
+    return masks
 
 
-def _reserve(sequence: Sequence, drafts: ConstrainedDrafts, step: Step, pages: ContextPages) -> list[int]:
-    """Return the drafts that fit into a sequence's pages; reserve these, with their masks."""
-    token_ids, start = drafts.token_ids, sequence.num_computed
-    end = start + len(token_ids)
-    wanted = pages.with_lookahead(sequence, end)
-    if wanted > sequence.decode_limit:
-        pages.grow_to(sequence, wanted)
+def _reserve(sequence: Sequence, drafts: list[int], step: Step, pages: ContextPages) -> list[int]:
+    """Return the drafts that fit into a sequence's pages, and reserve these."""
+    start = sequence.num_computed
+    end = start + len(drafts)
+    if end + pages.num_lookahead > sequence.decode_limit:
+        pages.grow_to(sequence, pages.with_lookahead(sequence, end))
         step.plan.grants += pages.grants(sequence)
-        end = min(end, sequence.decode_limit)
-        token_ids = token_ids[: end - start]
-    if drafts.masks:
-        step.add_draft_masks(sequence.slot, drafts.masks[: len(token_ids)])
+        if end > sequence.decode_limit:
+            end = sequence.decode_limit
+            drafts = drafts[: end - start]
     sequence.num_computed = end
-    sequence.num_pending += len(token_ids)
-    return token_ids
+    sequence.num_pending += len(drafts)
+    return drafts
 
 
 def _log_failure(proposer: DraftProposer) -> None:

@@ -298,7 +298,8 @@ class Scheduler:
         slots, known = list[int](), list[tuple[int, int, int]]()
         for sequence in step.due:  # preemption removes sequences from the end of ``running`` only
             position = sequence.num_computed
-            is_plain = position < sequence.decode_limit and sequence.constraint is None and sequence.num_pending < 2
+            never_waits = sequence.constraint is None and (sequence.num_pending < 2 or not sequence.sampling.banned_ids)
+            is_plain = never_waits and position < sequence.decode_limit
             if not is_plain and not self._prepare_decode(sequence, step):
                 continue
             if not sequence.num_pending:

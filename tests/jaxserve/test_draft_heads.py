@@ -11,19 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file
 
 from checkpoints import CheckpointError
 from jaxserve.api.errors import ConfigError
 from jaxserve.layers.attention import AttentionSettings, Pools, choose_attention
 from jaxserve.models.causal_lm import CausalLM, TokenBatch
 from jaxserve.models.drafters.draft_head import DraftHead
+from jaxserve.models.drafters.eagle import read_eagle
 from jaxserve.models.drafters.eagle3_config import read_eagle3
 from jaxserve.models.drafters.mtp import MTP_ARCHITECTURES, mtp_config
 from jaxserve.models.layer_stack import HiddenStates
 from jaxserve.models.loading import load_model, read_model_config
 from pallas_kernels import AttentionBatch
 from tests import draft_heads
-from tests.draft_heads import HEAD, Tensors, as_speculators, load_head, write_eagle3, write_mtp
+from tests.draft_heads import HEAD, Tensors, as_speculators, load_head, write_eagle, write_eagle3, write_mtp
 from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint
 
 TARGET = {**LLAMA, "num_hidden_layers": 8}
@@ -119,6 +121,49 @@ def test_eagle3_drafts_what_its_files_say(llama: tuple[Path, CausalLM], form: st
     own = np.isfinite(found[0][0])
     for name, inputs in breaks.items():
         assert np.abs(found[0][1:, own] - read(*inputs)[0][1:, own]).max() > 0.1, name
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_eagle_drafts_what_its_files_say(llama: tuple[Path, CausalLM], bias: bool, tmp_path: Path) -> None:
+    """It reads what the target's output head reads, which also reads its own output, without a norm between."""
+    directory, target = llama
+    config = {key: value for key, value in HEAD.items() if key != "draft_vocab_size"}
+    config["architectures"] = ["LlamaForCausalLM"]
+    tensors = write_eagle(tmp_path / "head", config, bias=bias)
+    head = load_head("eagle", tmp_path / "head", directory)
+    whole, random = load_file(directory / "model.safetensors"), np.random.default_rng(4)
+    tokens, table = random.integers(0, 51, LENGTH), embedding(target)
+    hidden = random.normal(size=(LENGTH, 16)).astype(np.float32)
+    states = draft_heads.norm(hidden, whole["model.norm.weight"], 1e-6)
+
+    def read(tokens: np.ndarray, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found = draft_heads.eagle_hidden(tensors, config, table[tokens], states, 1)
+        return found @ whole["lm_head.weight"].T, found
+
+    found = drafted(head, target, tokens, head.seen_state(target, jnp.asarray(hidden), None))
+    assert_drafts(found, read, tokens, states)
+    for broken in ((np.roll(tokens, 1), states), (tokens, np.roll(states, 1, 0)), (tokens, hidden)):
+        assert np.abs(found[0][1:] - read(*broken)[0][1:]).max() > 0.1
+
+
+def test_eagle_heads_of_another_kind_are_refused(llama: tuple[Path, CausalLM], tmp_path: Path) -> None:
+    target, head = read_model_config(llama[0]), tmp_path / "head"
+    write_eagle3(head, {**HEAD, "architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(ConfigError, match="is an EAGLE-3 head; use the method eagle3"):
+        read_eagle(head, target)
+    (head / "config.json").write_text(json.dumps(HEAD))
+    with pytest.raises(
+        ConfigError, match="architectures: expected one of LlamaForCausalLM, EagleLlamaForCausalLM, got"
+    ):
+        read_eagle(head, target)
+    with pytest.raises(ConfigError, match="is not an EAGLE head, as it has no tensor fc.weight"):
+        read_eagle(llama[0], target)
+    config = {**HEAD, "architectures": ["LlamaForCausalLM"], "hidden_size": 24, "vocab_size": 50}
+    write_eagle(head, config)
+    with pytest.raises(
+        ConfigError, match="vocab_size: expected the 51 of the target (?s:.*)hidden_size: expected the 16"
+    ):
+        read_eagle(head, target)
 
 
 def test_a_head_saved_by_torch_is_the_same(llama: tuple[Path, CausalLM], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.models.loading import load_model
 from jaxserve.scheduling.draft_passes import DraftPasses
 from pallas_kernels import AttentionBatch
-from tests.draft_heads import HEAD, as_speculators, load_head, write_eagle3, write_mtp
+from tests.draft_heads import HEAD, as_speculators, load_head, write_eagle, write_eagle3, write_mtp
 from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint, write_tokenizer
 
 SETTINGS: dict[str, Any] = {
@@ -62,6 +62,9 @@ class Pair:
         else:
             self.head = directory / "head"
             write_checkpoint(self.model, {**LLAMA, "num_hidden_layers": 8, "vocab_size": VOCAB}, 0)
+        if method == "eagle":
+            write_eagle(self.head, {**HEAD, "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB})
+        elif method == "eagle3":
             named = {"verifier": {"name_or_path": str(self.model)}}
             config = as_speculators({**HEAD, "vocab_size": VOCAB, "draft_vocab_size": 200}, speculators_config=named)
             write_eagle3(self.head, config)
@@ -71,7 +74,9 @@ class Pair:
         named = {} if method == "mtp" else {"model": str(self.head)}
         number = {"num_speculative_tokens": NUM_DRAFTS, "enable_adaptive_verification": False}
         self.speculation = {"method": method, **number, **named}
-        self.llm = LLM(str(self.head), **SETTINGS, speculative_config=self.speculation)
+        self.llm = LLM(
+            str(self.model if method == "eagle" else self.head), **SETTINGS, speculative_config=self.speculation
+        )
 
     @staticmethod
     def answers(llm: LLM, **options: Any) -> list[list[int]]:
@@ -87,7 +92,7 @@ class Pair:
         return np.array([each.value for each in counters if isinstance(each, Counter)])
 
 
-@pytest.fixture(scope="module", params=["mtp", "eagle3"])
+@pytest.fixture(scope="module", params=["mtp", "eagle3", pytest.param("eagle", marks=pytest.mark.slow)])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     made = Pair(tmp_path_factory.mktemp(request.param), request.param)
     with made.llm:

@@ -32,7 +32,7 @@ class DraftHead(nnx.Module, ABC):
 
     Args:
         layers: The decoder layers; the input of the first is what ``combined`` returns.
-        norm: Norm before the output head.
+        norm: Norm before the output head; None: the output head reads the last layer's output.
         ropes: Rotary embeddings, which layers refer to by index.
         embed: Token embedding of its own.
         head: Output head of its own.
@@ -45,7 +45,7 @@ class DraftHead(nnx.Module, ABC):
         self,
         *,
         layers: Sequence[DecoderLayer],
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         ropes: tuple[RopeConfig, ...],
         embed: VocabEmbedding | None = None,
         head: VocabEmbedding | None = None,
@@ -119,6 +119,10 @@ class DraftHead(nnx.Module, ABC):
         inputs = [AttentionInputs(table, num_tokens, positions, rotations) for table in batch.attention]
         layers = cast(Sequence[DecoderLayer], self.layers)
         return run_layers(layers, self.combined(embedded, state), pools, inputs, settings)
+
+    def final(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return the input of the output head."""
+        return hidden if self.norm is None else self.norm(hidden)
 
     def logits(self, target: CausalLM, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Compute float32 logits of the target's vocabulary; -inf for tokens that the head does not have."""

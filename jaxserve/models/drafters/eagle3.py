@@ -128,7 +128,7 @@ class Eagle3Head(DraftHead):
 
     def next_state(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return the last layer's output, normalized if the head's config says so."""
-        return self.norm(hidden) if self.norm_output else hidden
+        return self.final(hidden) if self.norm_output else hidden
 
     def names_of(self, tensor: str) -> tuple[str, ...]:
         """Return the names of a tensor in speculators' checkpoints, and in original ones."""

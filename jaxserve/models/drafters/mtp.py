@@ -65,7 +65,7 @@ class MTPHead(DraftHead):
 
     def next_state(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return the input of the output head."""
-        return self.norm(hidden)
+        return self.final(hidden)
 
     def names_of(self, tensor: str) -> tuple[str, ...]:
         """Return the names of a tensor in checkpoints saved with the output head, and without."""

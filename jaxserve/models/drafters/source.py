@@ -11,6 +11,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import AbstractModel, ShardingOf, abstract_head
 from jaxserve.models.drafters.draft_head import DraftHead
+from jaxserve.models.drafters.eagle import EagleConfig, EagleHead, read_eagle
 from jaxserve.models.drafters.eagle3 import Eagle3Config, Eagle3Head
 from jaxserve.models.drafters.eagle3_config import read_eagle3
 from jaxserve.models.drafters.mtp import MTPHead, check_has_layer, mtp_config
@@ -23,13 +24,13 @@ class HeadSource:
     """A draft head and its checkpoint.
 
     Attributes:
-        directory: The checkpoint: an EAGLE-3 head's own, or for an MTP layer the target's.
+        directory: The checkpoint: an EAGLE head's own, or for an MTP layer the target's.
         config: The head, or the target with an MTP layer.
         load_format: As in ``EngineConfig``.
     """
 
     directory: Path
-    config: Eagle3Config | SparseConfig
+    config: EagleConfig | Eagle3Config | SparseConfig
     load_format: str = "auto"
 
     @property
@@ -44,6 +45,8 @@ class HeadSource:
         scope = dataclasses.replace(scope, parallel=parallel)
         if isinstance(self.config, Eagle3Config):
             return Eagle3Head(self.config, scope=scope)
+        if isinstance(self.config, EagleConfig):
+            return EagleHead(self.config, scope=scope)
         return MTPHead(self.config, scope=scope)
 
     def outline(self, scope: Scope) -> DraftHead:
@@ -65,7 +68,7 @@ class HeadSource:
             ConfigError: It lost its MTP layer.
             CheckpointError: Files or tensors are missing, damaged, unexpected or of the wrong shape.
         """
-        is_own = isinstance(self.config, Eagle3Config)
+        is_own = not isinstance(self.config, SparseConfig)
         with open_checkpoint(self.directory, None if is_own else target, self.load_format) as reader:
             if isinstance(self.config, SparseConfig):
                 check_has_layer(self.config, reader.tensors, self.directory)
@@ -73,7 +76,7 @@ class HeadSource:
 
     def load(self, head: AbstractModel, target: Listings) -> tuple[jax.Array, ...]:
         """Read the head's parameters onto devices; see ``load_weights``."""
-        whole = None if isinstance(self.config, Eagle3Config) else target
+        whole = target if isinstance(self.config, SparseConfig) else None
         return load_weights(self.directory, head, whole, self.load_format)
 
 
@@ -81,7 +84,7 @@ def find_head(method: str, directory: Path, target: ModelConfig, load_format: st
     """Return the draft head of a method.
 
     Args:
-        method: ``mtp`` or ``eagle3``.
+        method: ``mtp``, ``eagle`` or ``eagle3``.
         directory: The head's directory; for ``mtp`` the target's.
         target: The target.
         load_format: As in ``EngineConfig``.
@@ -90,5 +93,7 @@ def find_head(method: str, directory: Path, target: ModelConfig, load_format: st
         ConfigError: The target has no such layer, or the head is not one of this target.
         CheckpointError: The head's checkpoint cannot be read.
     """
-    config = mtp_config(target) if method == "mtp" else read_eagle3(directory, target, load_format)
-    return HeadSource(directory, config, load_format)
+    if method == "mtp":
+        return HeadSource(directory, mtp_config(target), load_format)
+    read = {"eagle": read_eagle, "eagle3": read_eagle3}[method]
+    return HeadSource(directory, read(directory, target, load_format), load_format)

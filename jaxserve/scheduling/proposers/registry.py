@@ -17,6 +17,7 @@ PROPOSERS: Mapping[str, Callable[[Mapping[str, Any]], DraftProposer]] = MappingP
         "ngram": NgramProposer,
         "suffix": lambda config: SuffixProposer(config, find_library()),
         "draft_model": DeviceProposer,
+        "eagle": DeviceProposer,
         "eagle3": DeviceProposer,
         "mtp": DeviceProposer,
     }

@@ -1,0 +1,57 @@
+"""``pytest --speculation METHOD``: the engines of all tests draft, also those of servers that tests start.
+
+An engine with settings of its own for speculative decoding keeps them, and one that only embeds has none.
+"""
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scripts.server_child import REPOSITORY
+
+METHODS = ("grammar", "ngram", "suffix", "draft_model", "eagle3")
+"""Methods that any model can have: a draft model is the model itself, and a head is a random one."""
+VARIABLE = "TESTS_SPECULATION"
+"""The environment variable that has the method."""
+SHORTCUTS = ("spec_method", "spec_model", "spec_tokens")
+NUM_TOKENS = 4
+
+
+def default(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of speculative decoding of an engine with these settings; empty without ``--speculation``."""
+    method, own = os.environ.get(VARIABLE), (*SHORTCUTS, "speculative_config")
+    if method is None or settings.get("runner") == "pooling" or not settings.keys().isdisjoint(own):
+        return {}
+    return {"speculative_config": speculation(method, settings["model"])}
+
+
+def server_flags(model: str) -> list[str]:
+    """Flags of a server, empty without ``--speculation``."""
+    method = os.environ.get(VARIABLE)
+    return [] if method is None else ["--speculative-config", json.dumps(speculation(method, model))]
+
+
+def speculation(method: str, model: str) -> dict[str, Any]:
+    """The settings for a model: all drafts are verified, whatever it costs."""
+    found = {"method": method, "num_speculative_tokens": NUM_TOKENS, "enable_adaptive_verification": False}
+    if method == "draft_model":
+        return {**found, "model": model}
+    return {**found, "model": _head(model)} if method == "eagle3" else found
+
+
+@functools.cache
+def _head(model: str) -> str:
+    """The directory of a random EAGLE-3 head for a model."""
+    from tests.draft_heads import HEAD, write_eagle3  # imports what tests/conftest.py first has checked
+
+    directory = REPOSITORY / "jaxserve" / "demo" / "model" if model == "demo" else Path(model)
+    target = json.loads((directory / "config.json").read_text())
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, target["num_hidden_layers"] - 1]}
+    sizes = {name: target[name] for name in ("vocab_size", "hidden_size")}
+    directory = Path(tempfile.mkdtemp(prefix="jaxserve-test-head-"))
+    write_eagle3(directory, {**HEAD, **sizes, "draft_vocab_size": sizes["vocab_size"] // 2, "eagle_config": layers})
+    return str(directory)

@@ -1,0 +1,57 @@
+"""Frozen tests once more, with drafts in every engine: stories, traces, determinism, request options, faults."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from tests import drafting
+
+pytestmark = pytest.mark.slow
+
+SUITES: Mapping[str, str] = MappingProxyType(
+    {
+        "stories": "tests/jaxserve/test_engine_stories.py",
+        "trace": "tests/jaxserve/test_trace.py",
+        "determinism": "tests/jaxserve/test_determinism.py",
+        "request features": "tests/jaxserve/test_request_features.py",
+        "request mix": "tests/jaxserve/test_request_mix.py",
+        "faults": "tests/faults",
+    }
+)
+COUNT_STEPS = (
+    "tests/jaxserve/test_engine_stories.py::test_streamed_text_adds_up_to_the_whole",
+    "tests/jaxserve/test_engine_stories.py::test_metrics_count_tokens_and_requests",
+)
+"""Tests that expect a step for each token, of which drafts save some."""
+FEATURES = SUITES["request features"]
+COUNT_PARTS_OF_PAGES = (
+    f"{FEATURES}::test_a_prompt_seen_before_is_found_and_the_answer_is_the_same",
+    f"{FEATURES}::test_hits_are_counted_in_tokens",
+    f"{FEATURES}::test_the_next_turn_finds_the_answer_of_the_last",
+    f"{FEATURES}::test_without_caching_nothing_is_kept_but_samples_still_share",
+    f"{FEATURES}::test_samples_of_a_request_share_its_prompt",
+    f"{FEATURES}::test_beams_share_pages",
+)
+"""Tests that expect prefix hits to end within a page, where a draft head has no state of the last token."""
+
+
+@pytest.mark.parametrize("method", drafting.METHODS)
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_suite_passes_with_drafts(suite: str, method: str, repository: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", SUITES[suite], "--speculation", method]
+    left_out = COUNT_STEPS + (COUNT_PARTS_OF_PAGES if method == "eagle3" else ())
+    without_worker = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    run = subprocess.run(
+        [*command, *(f"--deselect={test}" for test in left_out)],
+        cwd=repository,
+        env=without_worker,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-6000:]
