@@ -68,7 +68,7 @@ class StepCosts:
         """Add a step."""
         size = round(2 ** (round(2 * math.log2(num_drafts)) / 2))
         latest = self._latest.setdefault(size, deque(maxlen=_MOST_PAIRS))
-        latest.append(cost)
+        latest.append(max(cost, 1.0))  # less is noise, and would say that wrong drafts pay
         if len(latest) >= _FEW_PAIRS:
             index = bisect.bisect_left(self._known, size, key=_size)
             is_new = index == len(self._known) or self._known[index][0] != size

@@ -18,6 +18,8 @@ from jaxserve.scheduling.draft_costs import (
     StepCosts,
 )
 
+_STEPS_BEFORE_COST = 4
+"""Steps before each of the first two probes, after which the cost of drafts is known."""
 _PROBE_COST = 0.01
 """Most time of probes where drafts do not pay, as a part of all steps."""
 
@@ -74,8 +76,9 @@ class DraftPasses:
         pays = rate > MARGIN
         if not self._is_due(1.0 if pays else costs.estimate(min(self._max_drafts * num_rows, budget))):
             return best if pays else 0
-        is_second = self._num_probes % 2 == 0
-        return self._max_drafts if is_second else 0 if pays else best
+        if self._num_probes % 2 == 0 and best < self._max_drafts:
+            return self._max_drafts
+        return 0 if pays else best
 
     def add_row(self, num_drafts: int, num_accepted: int, num_rows: int = 1) -> None:
         """Count the accepted drafts of a row, of those that were verified; or of ``num_rows`` rows like it."""
@@ -117,7 +120,8 @@ class DraftPasses:
     def _is_due(self, cost: float) -> bool:
         """Whether this step is a probe, which takes ``cost`` times as long as other steps."""
         self._num_choices += 1
-        every = max(FIRST_PROBE_STEPS if self._num_probes < NUM_FIRST_PROBES else PROBE_STEPS, (cost - 1) / _PROBE_COST)
+        first = _STEPS_BEFORE_COST if self._num_probes < 2 else FIRST_PROBE_STEPS
+        every = max(first if self._num_probes < NUM_FIRST_PROBES else PROBE_STEPS, (cost - 1) / _PROBE_COST)
         if self._num_choices < every:
             return False
         self._num_choices = 0

@@ -85,6 +85,7 @@ def test_costs_are_medians_and_interpolated() -> None:
     for cost in (1.4, 9.0):
         costs.add(4, cost)
     assert [costs.estimate(count) for count in (0, 2, 4, 9)] == pytest.approx([1, 1.2, 1.4, 1.4])
-    for _ in range(9):
-        costs.add(4, 2.0)
-    assert costs.estimate(4) == 2
+    for cost in (2.0, 0.5):
+        for _ in range(9):
+            costs.add(4, cost)
+        assert costs.estimate(4) == max(cost, 1), "no step is faster for its drafts"
