@@ -44,6 +44,14 @@ SLOW_CASES = (
         "a representative layout of each family here; each layout in test_meshes.py, test_layouts.py and its own files",
     ),
     SlowCases(
+        "jaxserve/test_families.py",
+        "test_greedy_tokens_equal_those_of_transformers",
+        "(exaone4|muse-glimmer|glm4|cohere2|flex-olmo|nemotron|phi|hyperclovax|gpt-neo|apertus|nanochat|granite4|mistral4"
+        "|afmoe)-tp2",
+        "the same rows' module against transformers; families with the same layers on two devices, here and in "
+        "test_models.py",
+    ),
+    SlowCases(
         "jaxserve/test_meshes.py",
         "test_greedy_tokens_equal_those_of_transformers",
         "qwen3-.*|mixtral-.*|gpt-oss-.*",
