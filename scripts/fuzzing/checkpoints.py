@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.draft_heads import HEAD, write_eagle3, write_mtp
+from tests.draft_heads import HEAD, write_eagle, write_eagle3, write_mtp
 from tests.random_checkpoint import DEEPSEEK, LLAMA, SHARING, write_checkpoint, write_tokenizer
 
 VOCAB_SIZE = 360
 MAX_LENGTH = 128
 _BASE = {**LLAMA, "vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_LENGTH, "eos_token_id": [2, 90, 91]}
+_HEAD = {**HEAD, "vocab_size": VOCAB_SIZE}
 _WINDOW = {"sliding_window": 12}
 FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -99,8 +100,11 @@ def write_drafter(folder: Path, target: Path, family: str, method: str, drafter:
         seed: Seed of its weights.
     """
     directory = folder / "drafter"
+    if method == "eagle":
+        write_eagle(directory, {**_HEAD, "architectures": ["LlamaForCausalLM"]}, seed)
+        return directory
     if method == "eagle3":
-        write_eagle3(directory, {**HEAD, "vocab_size": VOCAB_SIZE, "draft_vocab_size": 200}, seed)
+        write_eagle3(directory, {**_HEAD, "draft_vocab_size": 200}, seed)
         return directory
     if method != "draft_model":
         return None

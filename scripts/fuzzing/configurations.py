@@ -29,7 +29,7 @@ _EXPERT_MESHES: tuple[dict[str, Any], ...] = (
     {"expert_parallel_size": 2, "pipeline_parallel_size": 2},
 )
 _RESHARDS = ("tensor=2", "stage=2", "data=2", "tensor=1")
-_METHODS = ("ngram", "suffix", "grammar", "replay", "replay", "draft_model", "draft_model", "eagle3", "mtp")
+_METHODS = ("ngram", "suffix", "grammar", "replay", "replay", "draft_model", "draft_model", "eagle", "eagle3", "mtp")
 _ON_HOST = ("ngram", "suffix", "grammar", "replay")
 _REASONING = {"reasoning_parser": "think"}
 NAN_PROCESSOR = "tests.faults.nan_processor:NAN_FROM"
