@@ -63,7 +63,7 @@ def add_drafts(
         budget = min(budget, limits.max_step_samples - step.plan.num_rows)
     sequences = step.sequences[:num_decodes]
     step.is_ahead = any(sequence.num_pending > 1 for sequence in sequences)
-    found = _ask(proposer, sequences) if budget > 0 else []
+    found = _ask(proposer, sequences) if budget > 0 and not step.preempts else []
     if found:
         most = limits.max_draft_tokens
         drafts = [_usable(sequence, tokens, most) for sequence, tokens in zip(sequences, found, strict=True)]

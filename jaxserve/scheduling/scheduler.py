@@ -126,10 +126,10 @@ class Scheduler:
             budget = self._schedule_prefills(budget, step)
         if not step.preempts:
             self._admit(budget, step, now)
-            if self.proposer is not None:
-                chooser, limits, pages = self.draft_lengths, self.limits, self.pages
-                if not add_drafts(step, num_decodes, self.proposer, chooser, limits, pages):
-                    self.proposer = None
+        if self.proposer is not None:
+            chooser, limits, pages = self.draft_lengths, self.limits, self.pages
+            if not add_drafts(step, num_decodes, self.proposer, chooser, limits, pages):
+                self.proposer = None
         self.num_runnable = step.num_runnable + len(step.plan.setups)
         self.waits = step.waits
         if not step.sequences:

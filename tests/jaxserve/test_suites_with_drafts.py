@@ -44,6 +44,7 @@ COUNT_PARTS_OF_PAGES = (
 @pytest.mark.parametrize("suite", SUITES)
 def test_a_suite_passes_with_drafts(suite: str, method: str, repository: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", SUITES[suite], "--speculation", method]
+    command += ["-m", "slow or not slow"]
     left_out = COUNT_STEPS + (COUNT_PARTS_OF_PAGES if method == "eagle3" else ())
     without_worker = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     run = subprocess.run(
