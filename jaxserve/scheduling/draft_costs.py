@@ -4,11 +4,10 @@ import bisect
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 
 PROBE_STEPS = 64
 """Of this many steps for which there are drafts, one does what seems worse."""
-NUM_FIRST_PROBES, FIRST_PROBE_STEPS = 6, 8
-"""The first few are after fewer steps."""
 MARGIN = 1.03
 """Times as many tokens per second that drafts must promise: times are noisy."""
 _FIRST_RATE = 0.9  # acceptance of drafts that have not been tried
@@ -84,6 +83,46 @@ class StepCosts:
             return cost
         size_below, cost_below = self._known[index - 1]
         return cost_below + (cost - cost_below) * (num_drafts - size_below) / (size - size_below)
+
+
+class CostsByRows:
+    """The costs of steps, apart by their number of rows."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, StepCosts] = {}
+
+    def of(self, num_rows: int) -> StepCosts:
+        """Return those of steps with about as many rows."""
+        key = round(4 * math.log2(num_rows))
+        if key not in self._tables:
+            self._tables[key] = StepCosts()
+        return self._tables[key]
+
+
+class Probes:
+    """Says which steps do what seems worse, so that its measured time is not stale.
+
+    Args:
+        first: Steps up to each of the first probes; later ones are ``PROBE_STEPS`` apart.
+
+    Attributes:
+        num_made: Number of probes so far.
+    """
+
+    def __init__(self, first: Sequence[int]):
+        self._first = first
+        self.num_made = 0
+        self._num_steps = 0
+
+    def is_due(self, fewest_steps: float = 0.0) -> bool:
+        """Count a step, and return whether it is a probe: the last one is ``fewest_steps`` before it at least."""
+        self._num_steps += 1
+        every = self._first[self.num_made] if self.num_made < len(self._first) else PROBE_STEPS
+        if self._num_steps < max(every, fewest_steps):
+            return False
+        self._num_steps = 0
+        self.num_made += 1
+        return True
 
 
 def _size(cell: tuple[int, float]) -> int:

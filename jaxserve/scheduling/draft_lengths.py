@@ -5,21 +5,13 @@ a sequence, only the number of steps that it takes.
 """
 
 import itertools
-import math
 import operator
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from jaxserve.scheduling.draft_costs import (
-    FIRST_PROBE_STEPS,
-    MARGIN,
-    NUM_FIRST_PROBES,
-    PROBE_STEPS,
-    Acceptance,
-    StepCosts,
-)
+from jaxserve.scheduling.draft_costs import MARGIN, Acceptance, CostsByRows, Probes
 from jaxserve.scheduling.draft_passes import DraftPasses
 from jaxserve.scheduling.plan import SchedulerLimits
 
@@ -72,9 +64,8 @@ class DraftLengths:
         self.passes = passes
         self._can_wait = can_wait
         self._acceptance: dict[tuple[bool, int], Acceptance] = {}
-        self._costs: dict[int, StepCosts] = {}
-        self._num_choices = 0
-        self._num_probes = 0
+        self._costs = CostsByRows()
+        self._probes = Probes(_FIRST_PROBES)
         self._probe: _Probe | None = None  # what the next step does
         self._latest: _MeasuredStep | None = None
         self._overlaps = False
@@ -102,8 +93,8 @@ class DraftLengths:
         if self._probe is not None:
             lengths = {"none": nothing, "best": best, "all": everything}[self._probe]
             self._probe = None
-        elif self._is_due():
-            self._probe = _PROBES[pays][self._num_probes % 2]
+        elif self._probes.is_due():
+            self._probe = _PROBES[pays][self._probes.num_made % 2]
             pays = self._probe != "none"
         return Choice(lengths, pays and self._can_wait)
 
@@ -124,17 +115,7 @@ class DraftLengths:
         plain, drafting = (step, before) if before.num_drafts else (before, step)
         is_usual = plain.is_ahead or not self._overlaps
         if drafting.num_drafts and not plain.num_drafts and is_usual:
-            self._table(num_rows).add(drafting.num_drafts, drafting.seconds / plain.seconds)
-
-    def _is_due(self) -> bool:
-        """Whether the next step is a probe."""
-        self._num_choices += 1
-        every = FIRST_PROBE_STEPS if self._num_probes < NUM_FIRST_PROBES else PROBE_STEPS
-        if self._num_choices < every:
-            return False
-        self._num_choices = 0
-        self._num_probes += 1
-        return True
+            self._costs.of(num_rows).add(drafting.num_drafts, drafting.seconds / plain.seconds)
 
     def _best(self, proposed: Items[Proposed], budget: int) -> tuple[list[int], float]:
         """Return how many drafts of each row promise the most tokens per second, at least one, and how many times those
@@ -147,7 +128,7 @@ class DraftLengths:
         ]
         gains = sorted(gains, key=operator.itemgetter(0), reverse=True)[:budget]
         sums, num_rows = [*itertools.accumulate(gain for gain, _ in gains)], len(proposed)
-        table, count, best, best_rate = self._table(num_rows), len(gains), 0, 0.0
+        table, count, best, best_rate = self._costs.of(num_rows), len(gains), 0, 0.0
         while count:
             rate = (1 + sums[count - 1] / num_rows) / table.estimate(count)
             if rate > best_rate:
@@ -164,13 +145,8 @@ class DraftLengths:
             self._acceptance[key] = Acceptance(self._max_drafts)
         return self._acceptance[key]
 
-    def _table(self, num_rows: int) -> StepCosts:
-        key = round(4 * math.log2(num_rows))
-        if key not in self._costs:
-            self._costs[key] = StepCosts()
-        return self._costs[key]
 
-
+_FIRST_PROBES = (8,) * 6  # steps up to each
 _Probe = Literal["none", "best", "all"]
 _PROBES: Mapping[bool, tuple[_Probe, _Probe]] = MappingProxyType({True: ("none", "all"), False: ("best", "all")})
 """Probes in turns, where drafts are verified and where they are not."""

@@ -5,21 +5,13 @@ verifies all of them.
 """
 
 import itertools
-import math
 from collections import deque
 from typing import NamedTuple
 
-from jaxserve.scheduling.draft_costs import (
-    FIRST_PROBE_STEPS,
-    MARGIN,
-    NUM_FIRST_PROBES,
-    PROBE_STEPS,
-    Acceptance,
-    StepCosts,
-)
+from jaxserve.scheduling.draft_costs import MARGIN, Acceptance, CostsByRows, Probes, StepCosts
 
-_STEPS_BEFORE_COST = 4
-"""Steps before each of the first two probes, after which the cost of drafts is known."""
+_FIRST_PROBES = (4, 4, 8, 8, 8, 8)
+"""Steps up to each of the first probes. After two of them the cost of drafts is known."""
 _PROBE_COST = 0.01
 """Most time of probes where drafts do not pay, as a part of all steps."""
 
@@ -62,21 +54,21 @@ class DraftPasses:
         self._is_adaptive = is_adaptive
         self._num_stages = num_stages
         self._acceptance = Acceptance(max_drafts)
-        self._costs: dict[int, StepCosts] = {}
+        self._costs = CostsByRows()
         self._recent = [deque[MeasuredStep](maxlen=3) for _ in range(num_stages)]
-        self._num_choices = 0
-        self._num_probes = 0
+        self._probes = Probes(_FIRST_PROBES)
 
     def choose(self, num_rows: int, budget: int) -> int:
         """Return how many drafts to make after each of ``num_rows`` rows, whose next step has room for ``budget``."""
         if not self._is_adaptive:
             return self._max_drafts
-        costs = self._table(num_rows)
+        costs = self._costs.of(num_rows)
         best, rate = self._best(num_rows, budget, costs)
         pays = rate > MARGIN
-        if not self._is_due(1.0 if pays else costs.estimate(min(self._max_drafts * num_rows, budget))):
+        cost = 1.0 if pays else costs.estimate(min(self._max_drafts * num_rows, budget))
+        if not self._probes.is_due((cost - 1) / _PROBE_COST):
             return best if pays else 0
-        if self._num_probes % 2 == 0 and best < self._max_drafts:
+        if self._probes.num_made % 2 == 0 and best < self._max_drafts:
             return self._max_drafts
         return 0 if pays else best
 
@@ -102,7 +94,7 @@ class DraftPasses:
 
     def add_cost(self, num_rows: int, num_drafts: int, cost: float) -> None:
         """Add the measured time of a step with drafts, relative to one without."""
-        self._table(num_rows).add(num_drafts, cost)
+        self._costs.of(num_rows).add(num_drafts, cost)
 
     def _best(self, num_rows: int, budget: int, costs: StepCosts) -> tuple[int, float]:
         """Return how many drafts per row promise the most tokens per second, at least one, and how many times those of
@@ -116,20 +108,3 @@ class DraftPasses:
             if rate > best_rate:
                 best, best_rate = count, rate
         return best, best_rate
-
-    def _is_due(self, cost: float) -> bool:
-        """Whether this step is a probe, which takes ``cost`` times as long as other steps."""
-        self._num_choices += 1
-        first = _STEPS_BEFORE_COST if self._num_probes < 2 else FIRST_PROBE_STEPS
-        every = max(first if self._num_probes < NUM_FIRST_PROBES else PROBE_STEPS, (cost - 1) / _PROBE_COST)
-        if self._num_choices < every:
-            return False
-        self._num_choices = 0
-        self._num_probes += 1
-        return True
-
-    def _table(self, num_rows: int) -> StepCosts:
-        key = round(4 * math.log2(max(num_rows, 1)))
-        if key not in self._costs:
-            self._costs[key] = StepCosts()
-        return self._costs[key]
