@@ -1,22 +1,13 @@
 """Leave drafts to the device: the methods of ``speculative_config`` whose drafts a model makes after each step."""
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from typing import Any
 
 from jaxserve.scheduling.plan import ON_DEVICE
 from jaxserve.scheduling.sequence import Sequence
 
 
 class DeviceProposer:
-    """Proposes the drafts that the device has for a sequence, whatever they are.
-
-    Args:
-        config: The checked ``speculative_config``.
-    """
-
-    def __init__(self, config: Mapping[str, Any]):
-        pass
+    """Proposes the drafts that the device has for a sequence, whatever they are."""
 
     def propose(self, sequences: Items[Sequence]) -> list[list[int]]:
         """See ``DraftProposer``; the masks of a constraint would need drafts that the host knows."""

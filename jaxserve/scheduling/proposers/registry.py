@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from jaxserve.api.speculation import DEVICE_METHODS
 from jaxserve.scheduling.proposers.grammar import GrammarProposer
 from jaxserve.scheduling.proposers.ngram import NgramProposer
 from jaxserve.scheduling.proposers.on_device import DeviceProposer
@@ -16,10 +17,7 @@ PROPOSERS: Mapping[str, Callable[[Mapping[str, Any]], DraftProposer]] = MappingP
         "grammar": GrammarProposer,
         "ngram": NgramProposer,
         "suffix": lambda config: SuffixProposer(config, find_library()),
-        "draft_model": DeviceProposer,
-        "eagle": DeviceProposer,
-        "eagle3": DeviceProposer,
-        "mtp": DeviceProposer,
+        **dict.fromkeys(DEVICE_METHODS, lambda _: DeviceProposer()),
     }
 )
 """The proposer of each method, made from the checked settings."""
