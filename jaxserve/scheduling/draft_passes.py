@@ -47,11 +47,14 @@ class DraftPasses:
         max_drafts: Most drafts per row.
         is_adaptive: Whether to choose; if not, every step makes the most drafts.
         num_stages: Number of pipeline stages; steps of the same rows are as many plans apart.
+
+    Attributes:
+        is_adaptive: Whether it chooses.
     """
 
     def __init__(self, max_drafts: int, is_adaptive: bool, num_stages: int = 1):
         self._max_drafts = max_drafts
-        self._is_adaptive = is_adaptive
+        self.is_adaptive = is_adaptive
         self._num_stages = num_stages
         self._acceptance = Acceptance(max_drafts)
         self._costs = CostsByRows()
@@ -60,7 +63,7 @@ class DraftPasses:
 
     def choose(self, num_rows: int, budget: int) -> int:
         """Return how many drafts to make after each of ``num_rows`` rows, whose next step has room for ``budget``."""
-        if not self._is_adaptive:
+        if not self.is_adaptive:
             return self._max_drafts
         costs = self._costs.of(num_rows)
         best, rate = self._best(num_rows, budget, costs)

@@ -170,7 +170,7 @@ def drop_rejected(
 def measure_step(step: Step, chooser: DraftLengths) -> None:
     """Measure how long after the tokens before it a step of decode rows alone has completed."""
     plan, passes = step.plan, chooser.passes
-    if not (chooser.is_adaptive or passes) or not step.previous_s or step.started or not plan.is_decode_only:
+    if not (passes or chooser).is_adaptive or not step.previous_s or step.started or not plan.is_decode_only:
         return
     num_rows, num_drafts = plan.num_rows, plan.num_tokens - plan.num_rows
     seconds = step.completed_s - max(step.previous_s)
