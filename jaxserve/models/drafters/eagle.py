@@ -16,6 +16,7 @@ from jaxserve.layers.sparse_mlp import replicated_linear
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_layer, build_mlp, build_norm
 from jaxserve.models.drafters.draft_head import DraftHead
+from jaxserve.models.drafters.head_files import check_architecture, check_projection
 from jaxserve.models.hf_config import ConfigFields, read_config_json
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder
 
@@ -119,16 +120,10 @@ def read_eagle(directory: Path, target: ModelConfig, load_format: str = "auto") 
     """
     path = directory / "config.json"
     raw = read_config_json(path)
-    names = raw.get("architectures")
-    if not isinstance(names, list) or not any(name in _ARCHITECTURES for name in names):
-        raise ConfigError(f"{path}: architectures: expected one of {', '.join(_ARCHITECTURES)}, got {names!r}")
+    check_architecture(raw, path, _ARCHITECTURES)
     with open_checkpoint(directory, None, load_format) as reader:
         tensors = reader.tensors
-    if "fc.weight" not in tensors:
-        raise ConfigError(
-            f"speculative_config.model: {directory} is not an EAGLE head, as it has no tensor fc.weight; for a whole "
-            "model use the method draft_model"
-        )
+    check_projection(tensors, directory, "EAGLE")
     if "d2t" in tensors or "midlayer.hidden_norm.weight" in tensors:
         raise ConfigError(f"speculative_config.model: {directory} is an EAGLE-3 head; use the method eagle3")
     fields = ConfigFields(raw, str(path))

@@ -13,6 +13,7 @@ from jaxserve.api.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.models.drafters.draft_head import TokenIds
 from jaxserve.models.drafters.eagle3 import Eagle3Config
+from jaxserve.models.drafters.head_files import check_architecture, check_projection
 from jaxserve.models.hf_config import ConfigFields, read_config_json
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder
 
@@ -44,11 +45,7 @@ def read_eagle3(directory: Path, target: ModelConfig, load_format: str = "auto")
     raw = read_config_json(path)
     _check_kind(raw, path)
     with open_checkpoint(directory, None, load_format) as reader:
-        if "fc.weight" not in reader.tensors:
-            raise ConfigError(
-                f"speculative_config.model: {directory} is not an EAGLE-3 head, as it has no tensor fc.weight; "
-                "for a whole model use the method draft_model"
-            )
+        check_projection(reader.tensors, directory, "EAGLE-3")
         fields = ConfigFields(raw, str(path))
         config = _read(fields, target, reader)
         fields.raise_problems()
@@ -57,11 +54,10 @@ def read_eagle3(directory: Path, target: ModelConfig, load_format: str = "auto")
 
 def _check_kind(raw: Mapping[str, Any], path: Path) -> None:
     """Raise ConfigError unless a config.json is that of an EAGLE-3 head of a Llama's layers."""
-    kind, names = raw.get("speculators_model_type", "eagle3"), raw.get("architectures")
+    kind = raw.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
         raise ConfigError(f"{path}: speculators_model_type: expected eagle3, got {kind!r}")
-    if not isinstance(names, list) or not any(name in _ARCHITECTURES for name in names):
-        raise ConfigError(f"{path}: architectures: expected one of {', '.join(_ARCHITECTURES)}, got {names!r}")
+    check_architecture(raw, path, _ARCHITECTURES)
     if raw.get("parallel_drafting"):
         raise ConfigError(f"{path}: parallel_drafting: heads that draft all tokens in one pass are not supported")
 
