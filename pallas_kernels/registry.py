@@ -54,6 +54,9 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "xla": "pallas_kernels.latent_attention_xla",
         "mosaic-interpret": "pallas_kernels.latent_attention_mosaic:INTERPRET",
     },
+    "delta_net": {"xla": "pallas_kernels.delta_net_xla"},
+    "mamba2": {"xla": "pallas_kernels.mamba2_xla"},
+    "short_convolution": {"xla": "pallas_kernels.short_convolution_xla"},
 }
 
 
