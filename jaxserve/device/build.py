@@ -27,8 +27,9 @@ from jaxserve.device.memory import (
     most_samples,
     set_gpu_memory_fraction,
 )
+from jaxserve.device.recurrent_checks import check_recurrent
 from jaxserve.device.sharded_model import ShardedModel
-from jaxserve.layers.kv_layout import KVSpec
+from jaxserve.layers.kv_layout import KVSpec, attended
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.abstract import check_tensor_size, outline
@@ -245,10 +246,11 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
     layout = layout.on(first)
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
     max_model_len = _max_model_len(config, model)
-    specs = outline(model, scope).kv_specs
+    specs = attended(outline(model, scope).kv_specs)
     page_size = page_size_of(config, scope.parallel, layout.name, _attention_chunk(specs, max_model_len))
     policy, kernel = choose_kernels(config, model, specs, scope.parallel, first.devices.flat[0], page_size)
     module = outline(model, dataclasses.replace(scope, policy=policy))
+    check_recurrent(config, module)
     _check_expert_load(config, module)
     row_tile = choose_row_tile(config, module, policy, kernel, scope.parallel)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device, max_model_len)
@@ -262,6 +264,7 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
         num_pages=1,
         num_slots=max_num_seqs,
         max_model_len=max_model_len,
+        num_states=max_num_seqs if any(module.state_specs) else 0,
         row_tile=row_tile,
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,

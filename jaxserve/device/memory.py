@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import MemoryPlanError
 from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.layers.kv_layout import attended
 from jaxserve.scheduling.page_allocator import KVWindow, max_held_pages
 from sharding.mesh import Device, PlannedDevice
 
@@ -42,6 +43,7 @@ class MemoryNeeds:
         trials: Bytes in which XLA tries kernels out for the largest product on a GPU while weights are loaded around
             them: they can leave a gap that nothing else fits into.
         slots: Bytes of the slots' state besides pages.
+        state: Bytes of the state page of one sequence, over all recurrent layers.
         page_size: Tokens per page.
         max_model_len: Maximum context length in tokens.
         max_num_seqs: Most running sequences.
@@ -55,9 +57,15 @@ class MemoryNeeds:
     max_model_len: int
     max_num_seqs: int
     slots: int = 0
+    state: int = 0
     trials: int = 0
     drafter: int = 0
     windows: tuple[KVWindow | None, ...] = (None,)
+
+    @property
+    def running_states(self) -> int:
+        """Bytes of the states of all running sequences."""
+        return self.max_num_seqs * self.state
 
     @property
     def table_pages(self) -> int:
@@ -189,7 +197,8 @@ def page_budget(
     usable = int(total * utilization) // devices_sharing
     reserve = _RESERVE_BYTES["cpu"] if platform == "cpu" else _RESERVE_BYTES["gpu"] + needs.trials
     reserve //= devices_sharing
-    return PageBudget(usable, reserve, usable - reserve - needs.weights - needs.temporaries - needs.slots)
+    others = needs.weights + needs.temporaries + needs.slots + needs.running_states
+    return PageBudget(usable, reserve, usable - reserve - others)
 
 
 def plan_pages(
@@ -225,8 +234,12 @@ def plan_pages(
     )
     drafter = f" ({gib(needs.drafter)} of them of the draft model)" if needs.drafter else ""
     if left <= 0:
+        states = ""
+        if needs.state:
+            states = f"{gib(needs.running_states)} for the states of max_num_seqs={needs.max_num_seqs} sequences, "
+            remedy += ", a smaller max_num_seqs"
         raise MemoryPlanError(
-            f"the model does not fit: each device needs {gib(needs.weights)} for weights{drafter}, "
+            f"the model does not fit: each device needs {gib(needs.weights)} for weights{drafter}, {states}"
             f"{gib(needs.temporaries + needs.slots)} for the largest step and {gib(reserve)} in reserve, but may use "
             f"{gib(usable)} (gpu_memory_utilization={utilization} of {gib(total)}); use {remedy} or a smaller "
             "max_num_batched_tokens"
@@ -255,11 +268,12 @@ def _default_pages(needs: MemoryNeeds, left: int, platform: str, pool_bytes: int
     """Return the default number of pages: at most what ``max_num_seqs`` sequences of full length can use."""
     limit = needs.request_pages * needs.max_num_seqs
     if pool_bytes is not None:
-        return min(limit, pool_bytes // needs.page)
+        return min(limit, pool_bytes // max(needs.page, 1))
     if platform != "cpu":
-        pages = min(limit, left // needs.page)
+        pages = min(limit, left // max(needs.page, 1))
         return max(pages // 16 * 16, min(pages, 16))  # rounded, so that the next start hits the compilation cache
-    return min(limit, max(_CPU_POOL_BYTES // needs.page, needs.request_pages), left // needs.page)
+    page = max(needs.page, 1)
+    return min(limit, max(_CPU_POOL_BYTES // page, needs.request_pages), left // page)
 
 
 def gib(size: int) -> str:
@@ -297,6 +311,7 @@ def memory_needs(
         max_model_len=sharded.max_model_len,
         max_num_seqs=sharded.num_slots,
         slots=sharded.slot_state_bytes,
+        state=sharded.state_bytes,
         trials=sharded.largest_weight_bytes + max_num_batched_tokens * abstract.layer_width * itemsize,
         windows=tuple(
             None if window is None else KVWindow(window, sharded.page_size, step_tokens)
@@ -310,7 +325,7 @@ def _exchanged_per_token(sharded: ShardedModel) -> int:
     and as received, in float32; 0 if no devices share tokens."""
     if sharded.parallel.num_token_parts == 1:
         return 0
-    specs = sharded.abstract_model.kv_specs
+    specs = attended(sharded.abstract_model.kv_specs)
     return 4 * max(each.num_heads * (each.head_dim + 3 * ((each.value_dim or each.head_dim) + 2)) for each in specs)
 
 

@@ -139,6 +139,7 @@ class DtypePolicy:
         kv: The pages of keys and values.
         linear: Implementation of the operation ``linear``, which multiplies by weights.
         grouped: Implementation of the operation ``grouped_matmul``, which multiplies by experts' weights.
+        recurrent: Implementation of the operations that update states of recurrent layers.
         storage: Storage method of weights; see :mod:`jaxserve.layers.storage`.
     """
 
@@ -147,6 +148,7 @@ class DtypePolicy:
     kv: str = "float32"
     linear: str = "xla"
     grouped: str = "xla"
+    recurrent: str = "xla"
     storage: str = "plain"
 
     @classmethod

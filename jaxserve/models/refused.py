@@ -88,8 +88,7 @@ REFUSED: Final = (
         _RECURRENT, _MISTRAL, ("Mamba", "Mamba2", "FalconMamba", "Rwkv", "RWKV", "Rwkv5", "Rwkv6", "RWKV7", "xLSTM")
     ),
     Refused(_RECURRENT, "Mixtral 8x7B (MixtralForCausalLM)", ("Jamba", "MiniMax", "MiniMaxText01", "MiniMaxM1")),
-    Refused(_RECURRENT, _QWEN3_MOE, ("Qwen3Next", "Qwen3_5Moe")),
-    Refused(_RECURRENT, _QWEN3, ("Qwen3_5", "Lfm2", "Lfm2Moe", "Lfm2Vl", "KimiLinear", "OlmoHybrid")),
+    Refused(_RECURRENT, _QWEN3, ("Lfm2Vl", "KimiLinear", "OlmoHybrid")),
     Refused(_RECURRENT, _LLAMA, ("NemotronH", "Bamba", "FalconH1", "Zamba", "Zamba2")),
     Refused(_RECURRENT, "Gemma 2 (Gemma2ForCausalLM)", ("RecurrentGemma",)),
     Refused(_DIFFUSION, _LLAMA, ("LLaDA", "LLaDAModelLM", "LLaDAMoEModelLM", "LLaDA2MoeModelLM")),

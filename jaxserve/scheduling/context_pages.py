@@ -23,6 +23,7 @@ from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator, max_held
 from jaxserve.scheduling.plan import PageCopy, PageGrant
 from jaxserve.scheduling.prefix_cache import KEY_BYTES, PageRecord, PartialHit, PrefixCache, pack_tokens
 from jaxserve.scheduling.sequence import HeldPages, Sequence
+from jaxserve.scheduling.state_allocator import StateAllocator
 
 
 def table_tag(table: int) -> bytes:
@@ -176,6 +177,8 @@ class ContextPages:
         windows: Sliding window of each page table; None for full attention.
         shares_parts: Whether a context may begin with a copy of a cached page that is not full.
         num_lookahead: Tokens after those of a row that a drafter on the device takes in.
+        num_states: State pages; 0 for a model without recurrent layers. With them, no cached page is used: a context
+            cannot go on without the state at its end.
 
     Attributes:
         cache: Prefix cache lookups and registrations.
@@ -190,8 +193,10 @@ class ContextPages:
         windows: Iterable[KVWindow | None] = (None,),
         shares_parts: bool = True,
         num_lookahead: int = 0,
+        num_states: int = 0,
     ):
         self.num_lookahead = num_lookahead
+        self._states = StateAllocator(num_states) if num_states else None
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._allocator, self._shares_parts = allocator, shares_parts
@@ -206,7 +211,7 @@ class ContextPages:
 
         Returns 0 if the sequence reads no cached pages, or if pages leave the cache when they are freed.
         """
-        if not (sequence.reads_cache and self._allocator.keeps_free_pages):
+        if not (self._may_read(sequence) and self._allocator.keeps_free_pages):
             return 0
         # A copy, because an error removes the pages of a sequence's own keys: they may be those of other sequences.
         probe = dataclasses.replace(sequence, page_keys=[])
@@ -224,7 +229,7 @@ class ContextPages:
         """
         self.cache.begin(sequence)
         num_shared, shared, partial = 0, [list[int]() for _ in self._windows], list[PartialHit]()
-        if sequence.reads_cache:
+        if self._may_read(sequence):
             num_shared, shared = self.cache.find_shared(sequence)
             partial = self.cache.find_partial(sequence, num_shared) if self._shares_parts else []
         for hit in partial:  # makes them the last to be evicted, so that none becomes the target of an earlier copy
@@ -237,6 +242,8 @@ class ContextPages:
             tables = self._allocate_tables(num_pages, num_shared, shared)
         if tables is None:
             return None
+        if self._states is not None:
+            sequence.state_page = self._states.allocate()
         sequence.tables = tables
         sequence.num_pages = min(len(table.pages) for table in tables)
         sequence.num_registered_pages = num_shared
@@ -337,11 +344,18 @@ class ContextPages:
             held = ([-1] * table.num_released + table.held for table in sequence.tables)
             pages = itertools.chain.from_iterable(itertools.zip_longest(*held, fillvalue=-1))
             self._allocator.free([page for page in pages if page >= 0])
+        if self._states is not None and sequence.state_page >= 0:
+            self._states.free(sequence.state_page)
+            sequence.state_page = -1
         sequence.tables = []
         sequence.num_pages = 0
         sequence.num_registered_pages = 0
         sequence.num_computed = 0
         sequence.decode_limit = 0
+
+    def _may_read(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may use cached pages."""
+        return sequence.reads_cache and self._states is None
 
     def _count(self, sequence: Sequence) -> None:
         """Count the cache hits of a prompt when its sequence is first admitted."""

@@ -82,7 +82,8 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
         self.limits = limits
         self.allocator = allocator
-        self.pages = ContextPages(allocator, limits.windows, limits.shares_parts, limits.num_lookahead)
+        sizes = limits.windows, limits.shares_parts, limits.num_lookahead, limits.num_states
+        self.pages = ContextPages(allocator, *sizes)
         self._queues = SequenceQueues(limits.max_num_seqs)
         self.waiting, self.running = self._queues.waiting, self._queues.running
         self.num_preemptions = 0

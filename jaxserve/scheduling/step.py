@@ -94,7 +94,14 @@ class Step:
         """Add the slot assignment and page copies of an admitted sequence."""
         known = tuple(sequence.token_ids) if sequence.sampling.has_penalties else ()
         self.plan.setups.append(
-            SlotSetup(sequence.slot, sequence.sampling, sequence.max_length, known, sequence.num_prompt_tokens)
+            SlotSetup(
+                sequence.slot,
+                sequence.sampling,
+                sequence.max_length,
+                known,
+                sequence.num_prompt_tokens,
+                sequence.state_page,
+            )
         )
         self.plan.copies += copies
 
