@@ -33,11 +33,12 @@ class DeltaNet(Recurrent):
         self, hidden_size: int, sizes: DeltaNetSizes, taps: int, *, norm_eps: float, rows: Sequence[Rows], scope: Scope
     ):
         num_keys, num_values = sizes.num_key_heads, sizes.num_value_heads
+        is_grouped = rows[0].stride is not None  # then devices cannot share the value heads of a key head
         super().__init__(
             scope,
             (
                 Split(num_values, f"{num_values} value heads of linear attention"),
-                Split(num_keys, f"{num_keys} key heads of linear attention", may_repeat=True),
+                Split(num_keys, f"{num_keys} key heads of linear attention", may_repeat=not is_grouped),
             ),
         )
         own, axis = scope.over(self.mesh_axis), self.mesh_axis

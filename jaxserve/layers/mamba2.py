@@ -24,17 +24,23 @@ class Mamba2Options(NamedTuple):
         taps: Tokens that the convolution spans.
         limits: Limits of the step size.
         norm_eps: Added to the mean square of each group of the output; None for no norm.
+        norm_groups: Groups of the norm, which need not be those of B and C.
         is_norm_before_gate: Whether the norm precedes the gate.
         conv_bias: Whether the convolution has a bias.
-        proj_bias: Whether both projections have biases.
+        proj_bias: Whether the input projection has a bias.
+        out_bias: Whether the output projection has one.
+        multipliers: Factors of z, x, B, C and dt of the projection (Falcon-H1); None for none.
     """
 
     taps: int = 4
     limits: StepLimits = StepLimits()
     norm_eps: float | None = 1e-5
+    norm_groups: int = 1
     is_norm_before_gate: bool = False
     conv_bias: bool = True
     proj_bias: bool = False
+    out_bias: bool = False
+    multipliers: tuple[float, float, float, float, float] | None = None
 
 
 class Mamba2(Recurrent):
@@ -48,13 +54,18 @@ class Mamba2(Recurrent):
     """
 
     def __init__(self, hidden_size: int, sizes: Mamba2Sizes, options: Mamba2Options, *, scope: Scope):
-        heads, groups = sizes.num_heads, sizes.num_groups
+        heads, groups, norm_groups = sizes.num_heads, sizes.num_groups, options.norm_groups
         super().__init__(
-            scope, (Split(heads, f"{heads} Mamba heads"), Split(groups, f"{groups} Mamba groups", may_repeat=True))
+            scope,
+            (
+                Split(heads, f"{heads} Mamba heads"),
+                Split(groups, f"{groups} Mamba groups", may_repeat=True),
+                Split(norm_groups, f"{norm_groups} groups of Mamba norms", may_repeat=True),
+            ),
         )
         own, axis = scope.over(self.mesh_axis), self.mesh_axis
         parts = own.parallel.size
-        self.options, self.num_groups = options, groups
+        self.options = options
         self.sizes = sizes._replace(num_heads=heads // parts, num_groups=max(1, groups // parts))
         inner, group_width, total = sizes.inner, groups * sizes.state_dim, sizes.width
         starts = (0, inner, 2 * inner, 2 * inner + group_width, 2 * inner + 2 * group_width)
@@ -80,13 +91,14 @@ class Mamba2(Recurrent):
             hidden_size,
             inner_axis="q_heads",
             mesh_axis=axis,
-            bias=options.proj_bias,
+            bias=options.out_bias,
             scope=scope.at("out_proj"),
         )
         self.kernel = cast(Mamba2Kernel, load("mamba2", scope.policy.recurrent))
         shape = self.kernel.state_shape(self.sizes.num_heads, sizes.state_dim, sizes.head_dim)
         self.state_spec = (self.convolution.tail, StateArray(shape, "float32"))
-        self.shares_groups = parts > groups
+        self.shares_groups = parts > norm_groups
+        self.local_norm_groups = max(1, norm_groups // parts)
 
     def update(self, projected: Float[Array, "T width"], states: StateArrays, rows: StateRows) -> Mixed:
         """Take the tokens of each row into its state.
@@ -94,10 +106,12 @@ class Mamba2(Recurrent):
         Where devices share the groups of the norm, the gate follows the result, for ``finished`` to norm both.
         """
         weights = Mamba2Weights(self.convolution.arrays, self.a_log[...], self.dt_bias[...], self.d[...])
+        if self.options.multipliers is not None:
+            projected = projected * self._multipliers(self.options.multipliers)
         eps, is_before = self.options.norm_eps, self.options.is_norm_before_gate
         norm = None
         if self.norm is not None and eps is not None and not self.shares_groups:
-            norm = GroupNorm(self.norm[...], eps, self.sizes.num_groups, is_before)
+            norm = GroupNorm(self.norm[...], eps, self.local_norm_groups, is_before)
         is_gated = not (self._norms_later and is_before)
         mixed, after = self.kernel.update(
             projected,
@@ -113,6 +127,13 @@ class Mamba2(Recurrent):
             mixed = jnp.concatenate([mixed, projected[:, : self.sizes.inner].astype(mixed.dtype)], axis=1)
         return Mixed(mixed, (*after,))
 
+    def _multipliers(self, factors: tuple[float, ...]) -> Float[Array, " width"]:
+        """Return the factor of each feature of this device's projection."""
+        sizes = self.sizes
+        group_width = sizes.num_groups * sizes.state_dim
+        widths = sizes.inner, sizes.inner, group_width, group_width, sizes.num_heads
+        return jnp.concatenate([jnp.full(width, factor) for width, factor in zip(widths, factors, strict=True)])
+
     @property
     def _norms_later(self) -> bool:
         return self.norm is not None and self.shares_groups
@@ -124,7 +145,8 @@ class Mamba2(Recurrent):
             return mixed
         values, gates = mixed[:, : self.sizes.inner], mixed[:, self.sizes.inner :]
         sums = all_gather(jnp.square(values).sum(-1)[None], self.mesh_axis, 0)  # [devices, T]
-        per_group = axis_size(self.mesh_axis) // self.num_groups
-        sums = sums.reshape(self.num_groups, per_group, -1).sum(1)[axis_index(self.mesh_axis) // per_group]
+        num_groups = self.options.norm_groups
+        per_group = axis_size(self.mesh_axis) // num_groups
+        sums = sums.reshape(num_groups, per_group, -1).sum(1)[axis_index(self.mesh_axis) // per_group]
         normed = values * jax.lax.rsqrt(sums / (self.sizes.inner * per_group) + eps)[:, None] * self.norm[...]
         return normed * jax.nn.silu(gates) if self.options.is_norm_before_gate else normed

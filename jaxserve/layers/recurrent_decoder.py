@@ -1,6 +1,7 @@
 """Layers of hybrid decoders: a recurrent mixer, attention or an MLP alone, or both mixers side by side."""
 
 from functools import partial
+from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
@@ -180,6 +181,14 @@ class AttentionLayer(DecoderLayer):
         return self.attention.output(attended, residual=x, num_rows=num_rows)
 
 
+class BranchScales(NamedTuple):
+    """Factors of what attention, the recurrent mixer and the MLP add."""
+
+    attention: float = 1.0
+    mixer: float = 1.0
+    mlp: float = 1.0
+
+
 class ParallelMixersLayer(DecoderLayer):
     """Attention and a recurrent mixer side by side on one norm's output, then an MLP (Falcon-H1).
 
@@ -189,11 +198,20 @@ class ParallelMixersLayer(DecoderLayer):
         mixer: The recurrent mixer.
         mlp_norm: Norm of the MLP's branch.
         mlp: MLP.
+        scales: Factors of the branches.
     """
 
-    def __init__(self, mixer_norm: RMSNorm, attention: Attention, mixer: Recurrent, mlp_norm: RMSNorm, mlp: AnyMLP):
+    def __init__(
+        self,
+        mixer_norm: RMSNorm,
+        attention: Attention,
+        mixer: Recurrent,
+        mlp_norm: RMSNorm,
+        mlp: AnyMLP,
+        scales: BranchScales,
+    ):
         super().__init__(attention)
-        self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = mixer_norm, mixer, mlp_norm, mlp
+        self.mixer_norm, self.mixer, self.mlp_norm, self.mlp, self.scales = mixer_norm, mixer, mlp_norm, mlp, scales
 
     @property
     def state_spec(self) -> StateSpec:
@@ -213,7 +231,7 @@ class ParallelMixersLayer(DecoderLayer):
         self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> Float[Array, "rows D"]:
         """Return the input with the attention's branch; the other branches follow in :meth:`__call__`."""
-        return self.attention.output(attended, residual=x, num_rows=num_rows)
+        return self.attention.output(attended, residual=x, scale=self.scales.attention, num_rows=num_rows)
 
     def __call__(
         self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
@@ -234,5 +252,6 @@ class ParallelMixersLayer(DecoderLayer):
         mixed: Float[Array, "T _"],
         num_rows: Int[Array, ""] | None,
     ) -> Float[Array, "rows D"]:
-        x = self.mixer.output(mixed, residual=self.after_attention(x, attended, num_rows), num_rows=num_rows)
-        return run_mlp(self.mlp, x, norm=self.mlp_norm, residual=x, num_rows=num_rows)[0]
+        x = self.after_attention(x, attended, num_rows)
+        x = self.mixer.output(mixed, residual=x, scale=self.scales.mixer, num_rows=num_rows)
+        return run_mlp(self.mlp, x, norm=self.mlp_norm, residual=x, scale=self.scales.mlp, num_rows=num_rows)[0]

@@ -11,7 +11,7 @@ import transformers
 from jaxserve import LLM, SamplingParams, load_model
 from tests.hooks import pages_of_one_request
 from tests.jaxserve import test_models as models
-from tests.jaxserve.test_models import LAYOUTS, NUM_NEW, PROMPT_LENGTHS, Checkpoint, Row, rope
+from tests.jaxserve.test_models import GRANITE, LAYOUTS, NUM_NEW, PROMPT_LENGTHS, Checkpoint, Row, rope
 
 torch = pytest.importorskip("torch")
 
@@ -26,12 +26,65 @@ DELTA |= {"linear_value_head_dim": 20, "num_hidden_layers": 4, "head_dim": 16, "
 DELTA |= {"layer_types": ["linear_attention", "full_attention"] * 2, **rope("default", partial_rotary_factor=0.5)}
 QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
 QWEN_MOE |= {"shared_expert_intermediate_size": 36}
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 20, "hidden_size": 48, "mamba_d_head": "auto"}
+GRANITE4 = GRANITE | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+GRANITE4 |= {"shared_intermediate_size": 28}
+FALCON = {"mamba_d_ssm": 96, "mamba_rms_norm": True, "key_multiplier": 0.6, "attention_out_multiplier": 0.7}
+FALCON |= {"attention_in_multiplier": 1.3, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.8}
+FALCON |= {"ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mlp_multipliers": [0.8, 1.2]}
+FALCON |= {"embedding_multiplier": 1.4, "lm_head_multiplier": 0.5}
+NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 20, "hidden_size": 48}
+NEMOTRON |= {"layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"]}
 ROWS = {
+    "granite4": Row(
+        family="GraniteMoeHybrid",
+        raw=MAMBA | GRANITE4 | {"num_local_experts": 6, "num_experts_per_tok": 3, "mamba_n_groups": 1},
+        fast=("tp2",),
+        num_experts=6,
+    ),
+    "granite4-dense": Row(
+        family="GraniteMoeHybrid",
+        raw=MAMBA
+        | GRANITE4
+        | {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        },
+        fast=(),
+    ),
+    "bamba": Row(family="Bamba", raw=MAMBA | {"attn_layer_indices": [1]}, fast=("tp4",)),
+    "falcon-h1": Row(family="FalconH1", raw=MAMBA | FALCON, fast=("tp2", "pp2")),
+    "falcon-h1-plain": Row(
+        family="FalconH1",
+        raw=MAMBA | {"mamba_d_ssm": None, "mamba_proj_bias": True, "projectors_bias": True, "attention_bias": True},
+        fast=(),
+    ),
+    "falcon-h1-gate-first": Row(family="FalconH1", raw=MAMBA | FALCON | {"mamba_norm_before_gate": False}, fast=()),
+    "nemotron-h": Row(family="NemotronH", raw=NEMOTRON | {"mlp_bias": True, "use_bias": True}, fast=("tp1", "tp4")),
+    "nemotron-h-moe": Row(
+        family="NemotronH",
+        raw=NEMOTRON
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "n_routed_experts": 6}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 28, "moe_shared_expert_intermediate_size": 36}
+        | {"moe_latent_size": 24, "routed_scaling_factor": 1.5},
+        fast=("ep2",),
+        num_experts=6,
+    ),
+    "mamba2": Row(
+        family="Mamba2",
+        raw={"num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 20, "hidden_size": 48},
+        fast=("tp2",),
+    ),
     "qwen3-5": Row(family="Qwen3_5", raw=DELTA, fast=("tp1", "tp4")),
     "qwen3-5-moe": Row(family="Qwen3_5Moe", raw=DELTA | QWEN_MOE, fast=("pp2",), num_experts=6),
     "qwen3-next": Row(
         family="Qwen3Next",
-        raw=DELTA | QWEN_MOE | {"mlp_only_layers": [1], "attention_bias": True, "linear_conv_kernel_dim": 3},
+        raw=DELTA
+        | QWEN_MOE
+        | {"mlp_only_layers": [1], "attention_bias": True, "linear_conv_kernel_dim": 3}
+        | {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
         fast=("tp2",),
         num_experts=6,
     ),
