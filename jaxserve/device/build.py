@@ -27,7 +27,7 @@ from jaxserve.device.memory import (
     most_samples,
     set_gpu_memory_fraction,
 )
-from jaxserve.device.recurrent_checks import check_recurrent
+from jaxserve.device.recurrent_plan import check_recurrent, with_checkpoints
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.layers.kv_layout import KVSpec, attended
 from jaxserve.layers.model_config import ModelConfig
@@ -171,7 +171,7 @@ def plan_engine(config: EngineConfig, model: ModelConfig | None = None) -> Engin
         directory=directory,
         config=model,
         models=[
-            stage.placed(mesh, num_pages)
+            dataclasses.replace(stage.placed(mesh, num_pages), num_states=needs.num_states)
             for mesh, stage in zip(meshes, models * config.data_parallel_size, strict=True)
         ],
         buckets=_make_buckets(config, stages, needs, num_stages),
@@ -287,6 +287,7 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
     samples = 1 + config.num_speculative_tokens
     step_samples = most_samples(sharded, max_num_batched_tokens, samples, num_stages)
     needs = [memory_needs(stage, max_num_batched_tokens, samples, step_samples) for stage in models]
+    needs = with_checkpoints(config, needs, device, mesh_shape_of(config, model).num_devices)
     return PlannedStages(models, needs, module, max_num_batched_tokens, samples, step_samples)
 
 

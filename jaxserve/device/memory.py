@@ -22,7 +22,7 @@ from sharding.mesh import Device, PlannedDevice
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-_CPU_POOL_BYTES = GIB
+CPU_POOL_BYTES = GIB
 _RESERVE_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30}
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _DEFAULT_FRACTION = 0.75
@@ -44,6 +44,7 @@ class MemoryNeeds:
             them: they can leave a gap that nothing else fits into.
         slots: Bytes of the slots' state besides pages.
         state: Bytes of the state page of one sequence, over all recurrent layers.
+        num_checkpoints: State pages of the prefix cache, besides those of running sequences.
         page_size: Tokens per page.
         max_model_len: Maximum context length in tokens.
         max_num_seqs: Most running sequences.
@@ -58,14 +59,15 @@ class MemoryNeeds:
     max_num_seqs: int
     slots: int = 0
     state: int = 0
+    num_checkpoints: int = 0
     trials: int = 0
     drafter: int = 0
     windows: tuple[KVWindow | None, ...] = (None,)
 
     @property
-    def running_states(self) -> int:
-        """Bytes of the states of all running sequences."""
-        return self.max_num_seqs * self.state
+    def num_states(self) -> int:
+        """Number of state pages; 0 for a model without recurrent layers."""
+        return self.max_num_seqs + self.num_checkpoints if self.state else 0
 
     @property
     def table_pages(self) -> int:
@@ -197,7 +199,7 @@ def page_budget(
     usable = int(total * utilization) // devices_sharing
     reserve = _RESERVE_BYTES["cpu"] if platform == "cpu" else _RESERVE_BYTES["gpu"] + needs.trials
     reserve //= devices_sharing
-    others = needs.weights + needs.temporaries + needs.slots + needs.running_states
+    others = needs.weights + needs.temporaries + needs.slots + needs.num_states * needs.state
     return PageBudget(usable, reserve, usable - reserve - others)
 
 
@@ -236,8 +238,11 @@ def plan_pages(
     if left <= 0:
         states = ""
         if needs.state:
-            states = f"{gib(needs.running_states)} for the states of max_num_seqs={needs.max_num_seqs} sequences, "
-            remedy += ", a smaller max_num_seqs"
+            states = (
+                f"{gib(needs.num_states * needs.state)} for the states of max_num_seqs={needs.max_num_seqs} sequences"
+            )
+            states += f" and {needs.num_checkpoints} of the prefix cache, " if needs.num_checkpoints else ", "
+            remedy += ", a smaller max_num_seqs or prefix_cache_state_bytes"
         raise MemoryPlanError(
             f"the model does not fit: each device needs {gib(needs.weights)} for weights{drafter}, {states}"
             f"{gib(needs.temporaries + needs.slots)} for the largest step and {gib(reserve)} in reserve, but may use "
@@ -273,7 +278,7 @@ def _default_pages(needs: MemoryNeeds, left: int, platform: str, pool_bytes: int
         pages = min(limit, left // max(needs.page, 1))
         return max(pages // 16 * 16, min(pages, 16))  # rounded, so that the next start hits the compilation cache
     page = max(needs.page, 1)
-    return min(limit, max(_CPU_POOL_BYTES // page, needs.request_pages), left // page)
+    return min(limit, max(CPU_POOL_BYTES // page, needs.request_pages), left // page)
 
 
 def gib(size: int) -> str:

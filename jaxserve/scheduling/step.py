@@ -104,6 +104,8 @@ class Step:
             )
         )
         self.plan.copies += copies
+        if sequence.state_source not in (-1, sequence.state_page):
+            self.plan.state_copies.append(PageCopy(sequence.state_source, sequence.state_page))
 
     def fail(self, sequence: Sequence, error: BaseException) -> None:
         """Fail a sequence, but none of the others, once the step completes."""

@@ -192,3 +192,33 @@ def test_a_module_on_its_own_gives_the_logits_of_transformers(
     tokens = np.array([longest, longest[::-1]])
     expected = np.stack([models.logits_of(made.model, row.tolist()) for row in tokens])
     np.testing.assert_allclose(np.asarray(model(tokens)), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3-5", "lfm2", "falcon-h1"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_shared_prefix_is_not_computed_again(
+    name: str, is_async: bool, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """Hits at every length: the same prompt, one that goes on, one that leaves it inside a page, and others between."""
+    made = checkpoint(name)
+    first = made.prompts[-1]
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    with LLM(str(made.directory), **settings_of("tp1", async_scheduling=is_async, max_num_batched_tokens=24)) as llm:
+        (cold,) = llm.generate([first], params, use_tqdm=False)
+        answer = cold.outputs[0].token_ids
+        others = [
+            first,
+            [*first, *answer],
+            [*first, *answer, 5, 7],
+            *(first[:end] + [3, 9, 2] for end in range(2, 40, 5)),
+        ]
+        outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in others]
+        again = llm.generate(others, params, use_tqdm=False)
+    assert answer == made.expected[-1][:12]
+    with LLM(str(made.directory), **settings_of("tp1", enable_prefix_caching=False)) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(others, params, use_tqdm=False)]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert [output.outputs[0].token_ids for output in again] == expected
+    cached = [output.num_cached_tokens for output in outputs]
+    assert cached[0] >= 32 and cached[1] == cached[2] == len(first) + len(answer) - 1
+    assert all(found >= end // 8 * 8 for found, end in zip(cached[3:], range(2, 40, 5), strict=True)), cached
