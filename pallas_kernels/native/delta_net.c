@@ -9,6 +9,10 @@ typedef struct {
   const float *query, *key, *value, *decay, *beta;
   float *o;
   int64_t step, o_step, count, keys;
+  // What is needed soon of the projection, a head of each token, `soon_step` numbers apart; read ahead, since neighbouring
+  // tokens lie on different pages of memory.
+  const float *soon[4];
+  int64_t soon_step;
 } Tokens;
 
 // The tokens of a block pass over some columns of a head's state. The pass that updates it by a token also multiplies it
@@ -35,11 +39,15 @@ INLINE void apply_rule(const int columns, const Tokens *x, float *state) {
       delta[c] = vec_mul(beta, vec_sub(vec_load(x->value + t * x->step + c * LANES), found));
       even[c] = odd[c] = o_even[c] = o_odd[c] = vec_zero();
     }
+    for (int i = 0; i < 4; i++)
+      for (int c = 0; c < columns * LANES; c += GROUP)
+        _mm_prefetch((const char *)(x->soon[i] + t * x->soon_step + c), _MM_HINT_T1);
     for (int64_t i = 0; i < last; i += 2) {
       const Vec k0 = vec_set(key[i]), k1 = vec_set(key[i + 1]), q0 = vec_set(query[i]), q1 = vec_set(query[i + 1]);
       const Vec n0 = vec_set(next[i]), n1 = vec_set(next[i + 1]);
       for (int c = 0; c < columns; c++) {
         float *p = state + i * GROUP + column_offset(c, keys);
+        if (x->count == 1) read_ahead(p + columns * LANES * keys, 2 * GROUP);  // from memory, while this is in the cache
         const Vec a = vec_fma(vec_load(p), decay, vec_mul(k0, delta[c]));
         const Vec b = vec_fma(vec_load(p + GROUP), decay, vec_mul(k1, delta[c]));
         vec_store(p, a);
@@ -67,8 +75,10 @@ static __attribute__((noinline)) void apply_rule_1(const Tokens *x, float *state
 // All tiles of a head.
 static void apply_rule_to_head(Tokens x, float *state, int64_t values) {
   int64_t v = 0;
-  for (; v + COLUMNS * LANES <= values; v += COLUMNS * LANES, x.value += COLUMNS * LANES, x.o += COLUMNS * LANES)
+  for (; v + COLUMNS * LANES <= values; v += COLUMNS * LANES, x.value += COLUMNS * LANES, x.o += COLUMNS * LANES) {
     apply_rule_2(&x, state + v * x.keys);
+    for (int i = 0; i < 4; i++) x.soon[i] += COLUMNS * LANES;
+  }
   if (v < values) apply_rule_1(&x, state + v * x.keys);
 }
 
@@ -116,9 +126,10 @@ static void finish_head(const DeltaNet *d, Block block, int64_t head, const floa
 static void compute_gates(const DeltaNet *d, Block block, int64_t head, float *decay, float *beta) {
   const float rate = -exp_of(d->a_log[head]);
   const float *b = d->projected + block.first * d->width + d->width - 2 * d->value_heads + head, *a = b + d->value_heads;
-  for (int64_t t = 0; t < block.count; t++) {
-    decay[t] = exp_of(rate * softplus(a[t * d->width] + d->dt_bias[head]));
-    beta[t] = 1 / (1 + exp_of(-b[t * d->width]));
+  for (int64_t t = 0; t < block.count; t += GROUP) {
+    const Wide step = wide_add(wide_gather(block.count - t, a + t * d->width, d->width), wide_set(d->dt_bias[head]));
+    wide_store(decay + t, wide_exp(wide_mul(wide_set(rate), wide_softplus(step))));
+    wide_store(beta + t, wide_sigmoid(wide_gather(block.count - t, b + t * d->width, d->width)));
   }
 }
 
@@ -142,7 +153,24 @@ static void compute_heads(const DeltaNet *d, int64_t row, int64_t key_head, floa
       convolve_head(d, block, first_value + head * d->value_dim, d->value_dim, value, step);
       compute_gates(d, block, head, decay, beta);
       if (block.is_new) __builtin_memset(state, 0, sizeof(float) * size);
-      apply_rule_to_head((Tokens){x, x + keys, value, decay, beta, o, step, values, block.count, d->key_dim}, state, values);
+      const float *now = d->projected + block.first * d->width, *after = now + block.count * d->width;
+      const float *after_value = j + 1 < share ? now + d->value_dim : after - (share - 1) * d->value_dim;
+      Tokens tokens = {
+          .query = x,
+          .key = x + keys,
+          .value = value,
+          .decay = decay,
+          .beta = beta,
+          .o = o,
+          .step = step,
+          .o_step = values,
+          .count = block.count,
+          .keys = d->key_dim,
+          .soon = {now + d->convolution.channels + head * d->value_dim, after_value + first_value + head * d->value_dim,
+                   after + key_head * d->key_dim, after + (d->key_heads + key_head) * d->key_dim},
+          .soon_step = d->width,
+      };
+      apply_rule_to_head(tokens, state, values);
       if (block.snapshot >= 0)
         __builtin_memcpy(d->state + (block.snapshot * d->value_heads + head) * size, state, sizeof(float) * size);
       finish_head(d, block, head, o, values);

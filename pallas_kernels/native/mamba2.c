@@ -9,6 +9,10 @@ typedef struct {
   float *y;
   int64_t x_step, padded, keys, count;
   float d;
+  // What is needed soon of the projection, a head of each token, `soon_step` numbers apart; read ahead, since neighbouring
+  // tokens lie on different pages of memory.
+  const float *soon[2];
+  int64_t soon_step;
 } Tokens;
 
 // `count` tokens (1 or 2) from t on in one pass over some columns of a head's state: two save half of its loads and
@@ -25,11 +29,13 @@ INLINE void update_by(const int columns, const int count, const Tokens *x, int64
       step[n][i] = vec_mul(vec_set(x->dt[t + n]), vec_load(x->x + (t + n) * x->x_step + i * LANES));
       even[n][i] = odd[n][i] = vec_zero();
     }
+    for (int i = 0; i < 2; i++) read_ahead(x->soon[i] + (t + n) * x->soon_step, columns * LANES);
   }
   for (int64_t k = 0; k < last; k += 2)
     for (int i = 0; i < columns; i++) {
       float *p = state + k * GROUP + column_offset(i, keys);
       Vec first = vec_load(p), second = vec_load(p + GROUP);
+      if (x->count == 1) read_ahead(p + columns * LANES * keys, 2 * GROUP);  // from memory, while this is in the cache
       for (int n = 0; n < count; n++) {
         first = vec_fma(first, decay[n], vec_mul(vec_set(b[n][k]), step[n][i]));
         second = vec_fma(second, decay[n], vec_mul(vec_set(b[n][k + 1]), step[n][i]));
@@ -66,8 +72,10 @@ static __attribute__((noinline)) void update_1(const Tokens *x, float *state) { 
 // All tiles of a head.
 static void update_head(Tokens x, float *state, int64_t values) {
   int64_t v = 0;
-  for (; v + COLUMNS * LANES <= values; v += COLUMNS * LANES, x.x += COLUMNS * LANES, x.y += COLUMNS * LANES)
+  for (; v + COLUMNS * LANES <= values; v += COLUMNS * LANES, x.x += COLUMNS * LANES, x.y += COLUMNS * LANES) {
     update_2(&x, state + v * x.keys);
+    for (int i = 0; i < 2; i++) x.soon[i] += COLUMNS * LANES;
+  }
   if (v < values) update_1(&x, state + v * x.keys);
 }
 
@@ -112,15 +120,30 @@ static void compute_head(const Mamba2 *m, int64_t row, int64_t head, float *scra
       convolve(0, &m->convolution, block, m->head_dim - v,
                (Channels){.x = projected + inner + head * m->head_dim + v, .step = m->width, .y = x + v, .y_step = values,
                           .channel = head * m->head_dim + v});
-    for (int64_t t = 0; t < block.count; t++) {
-      const float step = softplus(projected[(t + 1) * m->width - m->heads + head] + m->dt_bias[head]);
-      dt[t] = step < m->least ? m->least : step > m->most ? m->most : step;
-      decay[t] = exp_of(rate * dt[t]);
+    for (int64_t t = 0; t < block.count; t += GROUP) {
+      const Wide raw = wide_gather(block.count - t, projected + (t + 1) * m->width - m->heads + head, m->width);
+      const Wide step = wide_clip(wide_softplus(wide_add(raw, wide_set(m->dt_bias[head]))), m->least, m->most);
+      wide_store(dt + t, step);
+      wide_store(decay + t, wide_exp(wide_mul(wide_set(rate), step)));
     }
     float *state = m->state + (block.page * m->heads + head) * size;
     if (block.is_new) __builtin_memset(state, 0, sizeof(float) * size);
     const float *b = m->shared + (group * m->num_tokens + block.first) * 2 * padded;
-    update_head((Tokens){x, b, dt, decay, y, values, padded, m->state_dim, block.count, m->d[head]}, state, values);
+    Tokens tokens = {
+        .x = x,
+        .b = b,
+        .dt = dt,
+        .decay = decay,
+        .y = y,
+        .x_step = values,
+        .padded = padded,
+        .keys = m->state_dim,
+        .count = block.count,
+        .d = m->d[head],
+        .soon = {projected + head * m->head_dim, projected + block.count * m->width + inner + head * m->head_dim},
+        .soon_step = m->width,
+    };
+    update_head(tokens, state, values);
     if (block.snapshot >= 0)
       __builtin_memcpy(m->state + (block.snapshot * m->heads + head) * size, state, sizeof(float) * size);
     finish_head(m, block, head, y, values);

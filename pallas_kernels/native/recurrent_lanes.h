@@ -65,7 +65,49 @@ INLINE int64_t column_offset(int column, int64_t keys) {
   return (int64_t)(column * LANES / GROUP) * keys * GROUP + column * LANES % GROUP;
 }
 
-INLINE float softplus(float x) { return x > 20 ? x : log1pf(exp_of(x)); }
+INLINE void read_ahead(const float *p, int64_t count) {
+  for (int64_t i = 0; i < count; i += GROUP) _mm_prefetch((const char *)(p + i), _MM_HINT_T0);
+}
+
+// log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)), and the logarithm of 1 + u as the series of 2 artanh(u / (2 + u)).
+INLINE Wide wide_softplus(Wide x) {
+  EACH_PART {
+    const Vec v = x.part[i], u = vec_exp(vec_min(vec_sub(vec_zero(), v), v));
+    const Vec s = vec_div(u, vec_add(vec_set(2), u)), square = vec_mul(s, s);
+    Vec sum = vec_set(2.0f / 15);
+    sum = vec_fma(sum, square, vec_set(2.0f / 13));
+    sum = vec_fma(sum, square, vec_set(2.0f / 11));
+    sum = vec_fma(sum, square, vec_set(2.0f / 9));
+    sum = vec_fma(sum, square, vec_set(2.0f / 7));
+    sum = vec_fma(sum, square, vec_set(2.0f / 5));
+    sum = vec_fma(sum, square, vec_set(2.0f / 3));
+    sum = vec_fma(sum, square, vec_set(2));
+    x.part[i] = vec_fma(s, sum, vec_max(vec_zero(), v));
+  }
+  return x;
+}
+INLINE Wide wide_exp(Wide x) {
+  EACH_PART x.part[i] = vec_exp(x.part[i]);
+  return x;
+}
+INLINE Wide wide_sigmoid(Wide x) {
+  EACH_PART x.part[i] = vec_div(vec_set(1), vec_add(vec_set(1), vec_exp(vec_sub(vec_zero(), x.part[i]))));
+  return x;
+}
+INLINE Wide wide_clip(Wide x, float least, float most) {
+  EACH_PART x.part[i] = vec_min(vec_set(most), vec_max(vec_set(least), x.part[i]));
+  return x;
+}
+// Numbers of up to 16 tokens, `step` apart; the others are zeros.
+INLINE Wide wide_gather(int64_t count, const float *p, int64_t step) {
+  float lanes[GROUP] = {0};
+  for (int64_t i = 0; i < count && i < GROUP; i++) lanes[i] = p[i * step];
+  return wide_load(lanes);
+}
+INLINE Wide wide_add(Wide a, Wide b) {
+  EACH_PART a.part[i] = vec_add(a.part[i], b.part[i]);
+  return a;
+}
 
 // What a group of channels reads and writes: x, times `factor` if there is one, is convolved, and the result is activated
 // by SiLU, or multiplied by `gate` if there is one.
