@@ -9,7 +9,8 @@ cut by heads, and pages be copied, without knowing it; tails are cut as the chan
 Rows own consecutive tokens of a step, row after row from token 0 on; tokens after those are padding. A row with no
 tokens is padding too and leaves its page alone. Two rows with tokens never have the same page. States are updated in
 place where the caller donates them. Everything computes in float32, and sums over a context run in the order of its
-tokens, so that they do not depend on how the context is cut into steps.
+tokens, so that they do not depend on how the context is cut into steps (but XLA's programs of two shapes may round
+differently).
 """
 
 from collections.abc import Iterator, Sequence

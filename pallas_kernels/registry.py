@@ -54,9 +54,18 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "xla": "pallas_kernels.latent_attention_xla",
         "mosaic-interpret": "pallas_kernels.latent_attention_mosaic:INTERPRET",
     },
-    "delta_net": {"xla": "pallas_kernels.delta_net_xla"},
-    "mamba2": {"xla": "pallas_kernels.mamba2_xla"},
-    "short_convolution": {"xla": "pallas_kernels.short_convolution_xla"},
+    "delta_net": {
+        "native": "pallas_kernels.delta_net_native",
+        "xla": "pallas_kernels.delta_net_xla",
+    },
+    "mamba2": {
+        "native": "pallas_kernels.mamba2_native",
+        "xla": "pallas_kernels.mamba2_xla",
+    },
+    "short_convolution": {
+        "native": "pallas_kernels.short_convolution_native",
+        "xla": "pallas_kernels.short_convolution_xla",
+    },
 }
 
 
