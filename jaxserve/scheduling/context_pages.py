@@ -25,6 +25,7 @@ from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator, max_held
 from jaxserve.scheduling.plan import PageCopy, PageGrant, StateSnapshot
 from jaxserve.scheduling.prefix_cache import PartialHit
 from jaxserve.scheduling.sequence import HeldPages, Sequence
+from jaxserve.scheduling.state_allocator import Checkpoint
 
 
 class ContextPages:
@@ -97,8 +98,9 @@ class ContextPages:
             partial = self.cache.find_partial(sequence, num_shared) if self._shares_parts else []
         num_common, state = num_shared * self._page_size + min((each.num_tokens for each in partial), default=0), None
         if self.states is not None:
-            state = self.states.find(sequence, num_common)
-            num_shared, shared, partial = self._up_to(0 if state is None else state[1], shared, partial)
+            state, partial = self._find_state(self.states, sequence, num_common)
+            num_shared = 0 if state is None else state[1] // self._page_size
+            shared = [pages[:num_shared] for pages in shared]
         for hit in partial:  # makes them the last to be evicted, so that none becomes the target of an earlier copy
             self._allocator.touch(hit.page)
         num_pages = self._allocator.pages_for(len(sequence.token_ids))
@@ -120,17 +122,20 @@ class ContextPages:
         copies = [PageCopy(hit.page, table.pages[num_shared]) for hit, table in zip(partial, tables, strict=False)]
         return [copy for copy in copies if copy.source != copy.target]
 
-    def _up_to(
-        self, length: int, shared: list[list[int]], partial: list[PartialHit]
-    ) -> tuple[int, list[list[int]], list[PartialHit]]:
-        """Return as many of the shared pages, and of a copied one, as a context of ``length`` tokens has."""
-        num_pages, num_left = divmod(length, self._page_size)
-        hits = list[PartialHit]()
-        if num_left:
-            more = zip(shared, partial or [None] * len(shared), strict=True)
-            pages = (pages[num_pages] if num_pages < len(pages) else each and each.page for pages, each in more)
-            hits = [PartialHit(page, num_left) for page in pages if page is not None]
-        return num_pages, [pages[:num_pages] for pages in shared], hits
+    def _find_state(
+        self, states: ContextStates, sequence: Sequence, num_common: int
+    ) -> tuple[tuple[Checkpoint, int] | None, list[PartialHit]]:
+        """Return the deepest checkpoint to go on from, with its length, and the pages to copy if it is inside a page.
+
+        A page is copied before the step, so that it must be one of an earlier step, though a shared one need not be.
+        """
+        while (found := states.find(sequence, num_common)) is not None:
+            num_pages, num_left = divmod(found[1], self._page_size)
+            hits = self.cache.find_partial(sequence, num_pages) if num_left else []
+            if not num_left or (hits and all(hit.num_tokens >= num_left for hit in hits)):
+                return found, [PartialHit(hit.page, num_left) for hit in hits]
+            num_common = found[1] - 1
+        return None, []
 
     def _allocate_tables(self, num_pages: int, num_shared: int, shared: list[list[int]]) -> list[HeldPages] | None:
         """Allocate the pages after the shared ones in several page tables, or with a window; None if too few are free.

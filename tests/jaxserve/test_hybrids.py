@@ -203,7 +203,7 @@ def test_a_shared_prefix_is_not_computed_again(
     made = checkpoint(name)
     first = made.prompts[-1]
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    with LLM(str(made.directory), **settings_of("tp1", async_scheduling=is_async, max_num_batched_tokens=24)) as llm:
+    with LLM(str(made.directory), **settings_of("tp1", async_scheduling=is_async, num_gpu_blocks_override=99)) as llm:
         (cold,) = llm.generate([first], params, use_tqdm=False)
         answer = cold.outputs[0].token_ids
         others = [
