@@ -15,6 +15,7 @@ Only tokens known to the host enter the cache, not those that steps in flight ma
 (``num_computed`` counts both).
 """
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable
@@ -26,6 +27,10 @@ from jaxserve.scheduling.plan import PageCopy, PageGrant, StateSnapshot
 from jaxserve.scheduling.prefix_cache import PartialHit
 from jaxserve.scheduling.sequence import HeldPages, Sequence
 from jaxserve.scheduling.state_allocator import Checkpoint
+
+MISS_REASONS = ("first_seen", "no_checkpoint", "not_read")
+"""Why a prompt is not in the prefix cache: no cached one goes on like it; the state of recurrent layers after what they
+share is not kept; its request may not use the cache."""
 
 
 class ContextPages:
@@ -44,6 +49,7 @@ class ContextPages:
         num_lookahead: As given.
         num_queried_tokens: Prompt tokens looked up in the cache, once per sequence.
         num_hit_tokens: Prompt tokens found in the cache.
+        misses: Prompts of which not all but the last token was found, by reason.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class ContextPages:
             allocator.cache.min_shared_tokens = 1  # a checkpoint may be anywhere in a page
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.misses = collections.Counter[str]()
         self._allocator, self._shares_parts = allocator, shares_parts
         self._windows = tuple(windows)
         self._has_windows = any(self._windows)
@@ -118,7 +125,7 @@ class ContextPages:
         sequence.num_registered_pages = num_shared
         sequence.num_computed = num_shared * self._page_size + min((hit.num_tokens for hit in partial), default=0)
         if sequence.num_cached_tokens < 0:
-            self._count(sequence)
+            self._count(sequence, num_common)
         copies = [PageCopy(hit.page, table.pages[num_shared]) for hit, table in zip(partial, tables, strict=False)]
         return [copy for copy in copies if copy.source != copy.target]
 
@@ -257,15 +264,32 @@ class ContextPages:
         if self.states is not None:
             self.states.allocator.reset()
 
+    def continue_counts(self, other: "ContextPages") -> None:
+        """Continue the counters of other pages, which these replace."""
+        self.num_queried_tokens += other.num_queried_tokens
+        self.num_hit_tokens += other.num_hit_tokens
+        self.misses.update(other.misses)
+
     def settle(self) -> None:
         """Make what earlier plans have cached available; called before a step is planned."""
         self._allocator.cache.settle()
         if self.states is not None:
             self.states.allocator.settle()
 
-    def _count(self, sequence: Sequence) -> None:
-        """Count the cache hits of a prompt when its sequence is first admitted."""
+    def _count(self, sequence: Sequence, num_common: int) -> None:
+        """Count the cache hits of a prompt when its sequence is first admitted.
+
+        Args:
+            sequence: The sequence.
+            num_common: Tokens whose keys and values the cache has.
+        """
         sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+        sequence.num_shared_tokens = min(num_common, sequence.num_prompt_tokens)
+        if sequence.num_cached_tokens < sequence.num_prompt_tokens - 1:
+            is_shared = sequence.num_shared_tokens > sequence.num_cached_tokens
+            reason = "no_checkpoint" if is_shared else "first_seen" if sequence.reads_cache else "not_read"
+            sequence.miss_reason = reason
+            self.misses[reason] += 1
         if sequence.reads_cache:
             self.num_queried_tokens += sequence.num_prompt_tokens
             self.num_hit_tokens += sequence.num_cached_tokens
