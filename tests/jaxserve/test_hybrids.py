@@ -220,7 +220,7 @@ def test_a_shared_prefix_is_not_computed_again(
         expected = [output.outputs[0].token_ids for output in llm.generate(others, params, use_tqdm=False)]
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert [output.outputs[0].token_ids for output in again] == expected
-    cached = [output.num_cached_tokens for output in outputs]
+    cached = [output.num_cached_tokens or 0 for output in outputs]
     assert cached[0] >= 32 and cached[1] == cached[2] == len(first) + len(answer) - 1
     assert all(found >= end // 8 * 8 for found, end in zip(cached[3:], range(2, 40, 5), strict=True)), cached
 
