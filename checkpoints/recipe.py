@@ -50,6 +50,31 @@ class TensorRecipe:
     pieces: tuple[Piece, ...]
     sources: tuple[tuple[str, tuple[int, ...]], ...]
 
+    def in_records(self, span: int, num_bytes: int) -> "TensorRecipe":
+        """Return the recipe of the same rows as rows of records, one of ``num_bytes`` for each ``span`` columns.
+
+        The sources are then records too, and none is transposed.
+        """
+
+        def turned(places: tuple[int, ...], is_transposed: bool) -> tuple[int, ...]:
+            *leading, rows, columns = places
+            rows, columns = (columns, rows) if is_transposed else (rows, columns)
+            assert columns % span == 0, (places, span)
+            return (*leading, rows, columns // span * num_bytes)
+
+        pieces = tuple(
+            Piece(
+                piece.source,
+                turned(piece.source_start, piece.is_transposed),
+                turned(piece.target_start, False),
+                turned(piece.shape, False),
+            )
+            for piece in self.pieces
+        )
+        is_transposed = {piece.source: piece.is_transposed for piece in self.pieces}
+        sources = tuple((name, turned(shape, is_transposed[name])) for name, shape in self.sources)
+        return TensorRecipe(turned(self.shape, False), pieces, sources)
+
     def __post_init__(self) -> None:
         source_shapes = dict(self.sources)
         for piece in self.pieces:

@@ -15,6 +15,7 @@ from checkpoints.quantized.format import group_indices
 from checkpoints.quantized.gguf_grids import grid
 from checkpoints.quantized.gguf_types import GgufType
 from checkpoints.quantized.planes import Blocks, Fields, Planes, bit_fields
+from checkpoints.quantized.records import Records
 
 
 class Unpacked(NamedTuple):
@@ -279,6 +280,25 @@ UNPACK: dict[str, Callable[[np.ndarray], Unpacked]] = {
     "IQ4_XS": _iq4_xs,
 }
 """By the name of the type."""
+
+
+_EXACT_SCALES = dict.fromkeys(
+    ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "NVFP4", "IQ4_NL"), "float16"
+) | {"MXFP4": "bfloat16"}
+"""Types that hold the scales and biases of a type of blocks exactly, where float32 is not needed."""
+
+
+def records_of(kind: GgufType, has_factors: bool) -> Records:
+    """Return what rows of records of a type of blocks hold; with factors, scales are multiplied by other numbers."""
+    found = UNPACK[kind.name](np.zeros((1, kind.num_bytes), np.uint8))
+    scales = "float32" if has_factors else _EXACT_SCALES.get(kind.name, "float32")
+    biases, table = None if found.biases is None else scales, found.table
+    group = kind.block // found.scales.shape[1]
+    if isinstance(found.codes, Blocks) and found.codes.low.width + found.codes.high.width <= 4:
+        values = None if table is None else tuple(map(float, table))
+        return Records("uint4", group, scales, found.codes.zero, biases=biases, table=values)
+    assert table is None, kind
+    return Records("int8", group, scales, biases=biases)
 
 
 def planes_of(kind: GgufType, data: np.ndarray, columns: slice) -> Planes:

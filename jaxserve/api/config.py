@@ -39,6 +39,10 @@ class EngineConfig:
         quantization: Method that the checkpoint's weights must be quantized with, such as ``awq``, ``gptq`` or ``fp8``;
             None: what the checkpoint says. Weights that are not stored quantized are not quantized when they are
             loaded.
+        quantization_config: How quantized weights are computed with, such as ``{"activations": "int8"}``. ``weights``:
+            "stored" keeps them in memory as they are in the file, "decoded" as floats of ``dtype``; "auto" (the
+            default) keeps them where native CPU kernels multiply by them. ``activations``: "int8" rounds the rows that
+            they multiply to 8 bits, in groups of the weight's; null (the default) only where the file's format does.
         hf_overrides: Values that replace those of ``config.json``.
         generation_config: Source of default sampling parameters: ``auto`` reads the model's generation_config.json,
             ``vllm`` uses none, anything else is a directory with that file. ``max_new_tokens`` in such a directory also
@@ -156,6 +160,7 @@ class EngineConfig:
     download_dir: str | None = None
     load_format: str = "auto"
     quantization: str | None = None
+    quantization_config: dict[str, Any] | None = None
     hf_overrides: dict[str, Any] | None = None
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None

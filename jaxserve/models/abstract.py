@@ -36,6 +36,8 @@ class LogicalParam(NamedTuple):
         arrays: Paths of the arrays that store it.
         stored: How a storage method stores it; None: unchanged.
         order: Indices of the rows of each device's part in the order in which it stores them; None: as they are.
+        sources: Name and shape of each of its tensors as the model's family expects it; the recipe's own, unless it is
+            read as rows of records.
     """
 
     recipe: TensorRecipe
@@ -43,6 +45,7 @@ class LogicalParam(NamedTuple):
     arrays: tuple[str, ...]
     stored: Weight | None
     order: tuple[int, ...] | None = None
+    sources: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def fill(self, part: np.ndarray) -> list[np.ndarray]:
         """Convert one device's part of the parameter to its part of each array."""
@@ -105,7 +108,7 @@ class AbstractModel(NamedTuple):
     @property
     def listings(self) -> list[Listing]:
         """Shape of each tensor by name, in each form in which checkpoints have them."""
-        shapes = {name: shape for recipe in self.recipes.values() for name, shape in recipe.sources}
+        shapes = {name: shape for param in self.logical.values() for name, shape in param.sources}
         return [{names.get(name, name): shape for name, shape in shapes.items()} for names in self.names]
 
     def recipes_for(self, tensors: Collection[str]) -> dict[str, TensorRecipe]:
@@ -207,8 +210,9 @@ def _abstract(
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Variable):
             variable.del_metadata("recipe")  # equal layers are traced once, so nothing in them may differ
-            if variable.has_metadata("order"):
-                variable.del_metadata("order")
+            for name in ("order", "sources"):
+                if variable.has_metadata(name):
+                    variable.del_metadata(name)
     graphdef, state = nnx.split(module)
     return AbstractModel(
         graphdef,
@@ -270,7 +274,8 @@ def _logical(variable: nnx.Variable[Any], arrays: tuple[str, ...], sharding: Sha
     recipe: TensorRecipe = metadata["recipe"]
     dtype = np.dtype(variable.get_value().dtype if weight is None else weight.dtype)
     struct = jax.ShapeDtypeStruct(recipe.shape, dtype, sharding=sharding(metadata["axes"]))
-    return LogicalParam(recipe, struct, arrays, weight, metadata.get("order"))
+    sources = metadata.get("sources", recipe.sources)
+    return LogicalParam(recipe, struct, arrays, weight, metadata.get("order"), sources)
 
 
 def _width(layer: nnx.Module, parallel: Parallel) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints import (
+    CheckpointError,
     CheckpointReader,
     Listings,
     Stored,
@@ -22,7 +23,8 @@ from checkpoints import (
     resolve_model,
 )
 from checkpoints.quantized.planes import Planes
-from checkpoints.quantized.reader import QuantizedReader, quantized_in
+from checkpoints.quantized.reader import QuantizedReader, keep_records, quantized_in
+from checkpoints.quantized.records import Kept
 from checkpoints.quantized.settings import is_openai_config
 from checkpoints.recipe_check import MAX_LISTED
 from jaxserve.api.config_checks import DTYPES
@@ -169,13 +171,18 @@ def _log_ignored(reader: CheckpointReader, recipes: Mapping[str, TensorRecipe]) 
 def _log_quantization(reader: QuantizedReader) -> None:
     """Say what a quantized checkpoint holds and how it is computed."""
     left_out = "; activations, which the format quantizes too, are not" if reader.format.quantizes_activations else ""
-    logger.info(
-        "%d weights quantized with %s (%.2f GiB) are decoded when they are loaded%s",
-        len(reader.quantized),
-        reader.format.name,
-        reader.num_stored_bytes / (1 << 30),
-        left_out,
-    )
+    kept = reader.kept
+    if kept:
+        logger.info("%d weights quantized with %s stay as they are in the file", len(kept), reader.format.name)
+    decoded = reader.quantized.keys() - kept.keys()
+    if decoded:
+        logger.info(
+            "%d weights quantized with %s (%.2f GiB) are decoded when they are loaded%s",
+            len(decoded),
+            reader.format.name,
+            reader.num_stored_bytes(decoded) / (1 << 30),
+            left_out,
+        )
 
 
 def load_weights(
@@ -224,7 +231,23 @@ def _open(directory: Path, model: AbstractModel, listings: Listings, load_format
     quantized = quantized_in(reader)
     if quantized is not None:
         quantized.decode = decode
+        keep_records(reader, _kept(quantized, model, model.recipes_for(reader.tensors)))
     return reader
+
+
+def _kept(reader: QuantizedReader, model: AbstractModel, recipes: Mapping[str, TensorRecipe]) -> dict[str, Kept]:
+    """Return the quantized tensors that a model reads as rows of records."""
+    kept: dict[str, Kept] = {}
+    for path, param in model.logical.items():
+        if param.stored is None or param.stored.form is None:
+            continue
+        for name, _ in recipes[path].sources:
+            find = reader.quantized[name].records if name in reader.quantized else None
+            records = None if find is None else find()
+            if records is None:
+                raise CheckpointError(f"tensor {name!r} is no longer quantized as it was when the engine was planned")
+            kept[name] = Kept(records, param.stored.form.span)
+    return kept
 
 
 def decode(planes: Planes, result: np.ndarray) -> None:
