@@ -128,6 +128,17 @@ def records_of(parts: dict[str, np.ndarray], form: Form) -> UInt8[np.ndarray, "o
     return rows.reshape(len(rows), -1)
 
 
+def with_span(records: UInt8[np.ndarray, "outer bytes"], form: Form, span: int) -> UInt8[np.ndarray, "outer others"]:
+    """Return the same rows with records of another number of features; one of both is a multiple of the other."""
+    parts, other = parts_of(records, form), form._replace(span=span)
+    codes = parts.pop("codes")
+    if span < form.span:
+        fields = {name: np.repeat(field, form.span // span, axis=1) for name, field in parts.items()}
+    else:
+        fields = {name: field[:, :: span // form.span] for name, field in parts.items()}
+    return records_of({"codes": codes.reshape(len(codes), -1, other.code_bytes), **fields}, other)
+
+
 def decode(records: UInt8[Array | np.ndarray, "... bytes"], form: Form) -> Float[Array, "... inner"]:
     """Return the elements of rows of records in float32; can be traced."""
     rows = jnp.asarray(records).reshape(*records.shape[:-1], -1, form.record_bytes)

@@ -71,6 +71,22 @@ class Blocks(NamedTuple):
         return bit_fields(blocks[:, fields.offset : end], fields.width, fields.run)
 
 
+class Factored(NamedTuple):
+    """Scales and biases of a box as integers and the factors of groups of them, from which they are computed.
+
+    Attributes:
+        scales: Integers, [R, groups of columns].
+        scale_factors: float32, [R, groups of columns]: that of each scale.
+        biases: Integers, like the scales; None for none.
+        bias_factors: float32, like the scales; None for none.
+    """
+
+    scales: np.ndarray
+    scale_factors: np.ndarray
+    biases: np.ndarray | None = None
+    bias_factors: np.ndarray | None = None
+
+
 class Planes(NamedTuple):
     """A box of a quantized matrix, not decoded.
 
@@ -86,6 +102,7 @@ class Planes(NamedTuple):
         rows: Group of each row, int [R], in the scales' first axis; None: see above.
         columns: Group of each column, int [C], in the scales' second axis.
         blocks: How ``codes``, uint8 [R, bytes], holds the codes; None: it is the codes.
+        factored: What scales and biases were computed from; None: they are stored themselves.
     """
 
     codes: np.ndarray
@@ -96,6 +113,7 @@ class Planes(NamedTuple):
     rows: np.ndarray | None = None
     columns: np.ndarray | None = None
     blocks: Blocks | None = None
+    factored: Factored | None = None
 
     @property
     def unpacked(self) -> "Planes":

@@ -1,7 +1,8 @@
 """Quantized tensors as rows of records: read without decoding, and cut as freely as decoded ones.
 
 A record holds ``span`` features of a row: their codes, a byte each or half of one (the lower half first), then the
-numbers that they share, in the file's own types: scale, zero, bias. Records of one group repeat its numbers.
+numbers that they share, in the file's own types: scale, zero, bias, factor of the scale, factor of the bias. Records of
+one group repeat its numbers.
 """
 
 from typing import NamedTuple
@@ -26,6 +27,8 @@ class Records(NamedTuple):
         zeros: Type of the zeros of groups; None: they have none.
         biases: Type of the biases of groups; None: they have none.
         table: Value of each of the 16 codes of uint4; None: the codes are the values.
+        factors: Float type of what scales and biases, which are then integers, are multiplied by; None: nothing.
+        factor_group: Features that share factors.
         is_transposed: Whether rows are the tensor's columns.
         rounds_activations: Whether the format also rounds activations to 8 bits, each row by its largest magnitude.
     """
@@ -37,12 +40,14 @@ class Records(NamedTuple):
     zeros: str | None = None
     biases: str | None = None
     table: tuple[float, ...] | None = None
+    factors: str | None = None
+    factor_group: int = 0
     is_transposed: bool = False
     rounds_activations: bool = False
 
     def num_bytes(self, span: int) -> int:
         """Bytes of a record."""
-        kinds = (self.scales, self.zeros, self.biases)
+        kinds = (self.scales, self.zeros, self.biases, self.factors, self.factors if self.biases else None)
         numbers = sum(_dtype(kind).itemsize for kind in kinds if kind is not None)
         return (span // 2 if self.values == "uint4" else span) + numbers
 
@@ -66,7 +71,7 @@ class Records(NamedTuple):
         found = np.empty((num_rows, num_records, self.num_bytes(span)), np.uint8)
         at = codes.shape[1] // num_records if num_records else 0
         found[..., :at] = codes.reshape(num_rows, num_records, at)
-        for kind, grid in ((self.scales, planes.scales), (self.zeros, planes.zeros), (self.biases, planes.biases)):
+        for kind, grid in self._grids(planes):
             if kind is None:
                 continue
             assert grid is not None, self
@@ -76,6 +81,15 @@ class Records(NamedTuple):
             found[..., at : at + dtype.itemsize] = numbers.view(np.uint8).reshape(num_rows, num_records, -1)
             at += dtype.itemsize
         return found.reshape(num_rows, -1)
+
+    def _grids(self, planes: Planes) -> list[tuple[str | None, np.ndarray | None]]:
+        """Return the numbers behind the codes, and their types, in order."""
+        if self.factors is None:
+            return [(self.scales, planes.scales), (self.zeros, planes.zeros), (self.biases, planes.biases)]
+        own = planes.factored
+        assert own is not None and self.zeros is None, self
+        grids = [(self.scales, own.scales), (self.biases, own.biases), (self.factors, own.scale_factors)]
+        return grids if self.biases is None else [*grids, (self.factors, own.bias_factors)]
 
 
 def _dtype(kind: str) -> np.dtype:

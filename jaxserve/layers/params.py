@@ -243,12 +243,13 @@ def _stored(
     what: Weight, recipe: TensorRecipe, axes: tuple[str | tuple[str, str] | None, str | None], scope: Scope
 ) -> nnx.Param[Any]:
     """Return a parameter of zeros in the arrays of its storage method; ``axes`` are those of the recipe's array."""
-    sources = recipe.sources
-    form = None if what.experts else scope.policy.forms.form_of(recipe, what.parts[1])
-    if form is not None:
-        recipe = recipe.in_records(form.span, form.record_bytes)
-        kernel = scope.policy.quantized
-        what = dataclasses.replace(what, dtype="uint8", kernel=kernel, method="quantized", form=form)
+    sources, policy = recipe.sources, scope.policy
+    rows = None if what.experts else policy.forms.find(recipe, what.parts)
+    if rows is not None:
+        recipe = rows.recipe
+        what = dataclasses.replace(
+            what, dtype="uint8", kernel=policy.quantized, method="quantized", segments=rows.segments
+        )
     arrays = load_method(what.method).arrays(what)
     value = {name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()}
     only = value["weight"] if list(value) == ["weight"] else value

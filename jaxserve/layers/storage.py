@@ -23,6 +23,18 @@ METHODS: dict[str, str] = {
 """The module of each method."""
 
 
+class Segment(NamedTuple):
+    """Outputs of a quantized weight that have one form.
+
+    Attributes:
+        num_outputs: Their number on each device.
+        form: What they hold.
+    """
+
+    num_outputs: int
+    form: Form
+
+
 class Experts(NamedTuple):
     """A matrix for each of several experts.
 
@@ -49,7 +61,8 @@ class Weight:
         method: Name of the storage method.
         is_gated: Whether the matmul is followed by gating with an activation.
         experts: The experts that have such a matrix each; None for a single matrix.
-        form: What a quantized weight holds, whose ``fill`` takes rows of records; None for others.
+        segments: The outputs of a quantized weight, by what they hold, in order; ``fill`` takes rows of records, those
+            of shorter rows filled up with zeros. Empty for others.
     """
 
     outer: int
@@ -61,7 +74,7 @@ class Weight:
     method: str
     is_gated: bool = False
     experts: Experts | None = None
-    form: Form | None = None
+    segments: tuple[Segment, ...] = ()
 
     @property
     def local(self) -> tuple[int, int]:

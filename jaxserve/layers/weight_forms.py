@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from checkpoints import TensorRecipe
 from checkpoints.quantized.records import SPANS, Records
 from jaxserve.api.errors import ConfigError
+from jaxserve.layers.storage import Segment
 from pallas_kernels.quantized import Form
 from pallas_kernels.quantized_linear import QuantizedLinear
 
@@ -50,38 +52,93 @@ class WeightForms:
         reasons = (kernel.unsupported(platform, device_kind, form.values, form=form) for form in forms)
         return sorted({reason for reason in reasons if reason is not None})
 
-    def form_of(self, recipe: TensorRecipe, parts: int) -> Form | None:
-        """Return the form of a weight; None if it is decoded when it is loaded.
+    def find(self, recipe: TensorRecipe, parts: tuple[int, int]) -> "QuantizedRows | None":
+        """Return how a weight stays quantized; None if it is decoded when it is loaded.
 
-        That is a weight with a source that is not quantized, or not as the others, or has rows of records of another
-        axis than the weight's features, or no whole number of records.
+        That is a weight with a source that is not quantized, or has rows of records of another axis than the weight's
+        features, or no whole number of records.
 
         Args:
             recipe: The weight, [outer, inner] in the checkpoint's elements.
-            parts: Devices that the features are split over.
+            parts: Devices that outputs and features are split over.
 
         Raises:
             ConfigError: Cutting the features over so many devices would cut a record.
         """
-        kinds = {self._records.get(name) for name, _ in recipe.sources}
-        records = kinds.pop() if len(kinds) == 1 else None
-        if records is None or any(piece.is_transposed != records.is_transposed for piece in recipe.pieces):
+        found = {name: self._records.get(name) for name, _ in recipe.sources}
+        kinds = {name: records for name, records in found.items() if records is not None}
+        if len(kinds) < len(found) or any(
+            kinds[each.source].is_transposed != each.is_transposed for each in recipe.pieces
+        ):
             return None
-        inner = recipe.shape[1]
-        starts = [piece.source_start[-2 if piece.is_transposed else -1] for piece in recipe.pieces]
-        starts += [length for piece in recipe.pieces for length in (piece.target_start[1], piece.shape[1])]
-        common = math.gcd(records.group or inner, inner, *starts)
-        if all(common % span for span in SPANS):
-            return None
-        span = next((span for span in SPANS if math.gcd(common, inner // parts) % span == 0), None)
+        span = _span(recipe, kinds, parts[1])
         if span is None:
-            sizes = [n for n in range(1, parts + 1) if inner % n == 0 and inner // n % SPANS[-1] == 0]
-            raise ConfigError(
-                f"{recipe.sources[0][0]}: quantized rows of {inner} features cannot be cut into {parts} parts; each "
-                f"needs a multiple of {SPANS[-1]}: use {', '.join(map(str, sizes))} devices, or "
-                "quantization_config={'weights': 'decoded'}"
-            )
-        return form_of_records(records, span, self.activations)
+            return None
+        segments = _segments(recipe, kinds, span, parts, self.activations)
+        if segments is None:
+            return None
+        return QuantizedRows(
+            recipe.in_records(span, {name: kind.num_bytes(span) for name, kind in kinds.items()}), segments
+        )
+
+
+class QuantizedRows(NamedTuple):
+    """A weight as rows of records.
+
+    Attributes:
+        recipe: Of these rows.
+        segments: What each device's outputs hold.
+    """
+
+    recipe: TensorRecipe
+    segments: tuple[Segment, ...]
+
+
+def _span(recipe: TensorRecipe, kinds: Mapping[str, Records], parts: int) -> int | None:
+    """Return the features of a record; None if no record can hold them."""
+    inner = recipe.shape[1]
+    starts = [piece.source_start[-2 if piece.is_transposed else -1] for piece in recipe.pieces]
+    starts += [length for piece in recipe.pieces for length in (piece.target_start[1], piece.shape[1])]
+    common = math.gcd(inner, *(records.group or inner for records in kinds.values()), *starts)
+    if all(common % span for span in SPANS):
+        return None
+    for span in SPANS:
+        if math.gcd(common, inner // parts) % span == 0:
+            return span
+    sizes = [n for n in range(1, parts + 1) if inner % n == 0 and inner // n % SPANS[-1] == 0]
+    raise ConfigError(
+        f"{recipe.sources[0][0]}: quantized rows of {inner} features cannot be cut into {parts} parts; each needs a "
+        f"multiple of {SPANS[-1]}: use {', '.join(map(str, sizes))} devices, or "
+        "quantization_config={'weights': 'decoded'}"
+    )
+
+
+def _segments(
+    recipe: TensorRecipe,
+    kinds: Mapping[str, Records],
+    span: int,
+    parts: tuple[int, int],
+    activations: str | None,
+) -> tuple[Segment, ...] | None:
+    """Return the outputs of each device by what they hold; None if the devices' outputs differ in that."""
+    num_local = recipe.shape[0] // parts[0]
+    if len(set(kinds.values())) == 1:
+        return (Segment(num_local, form_of_records(next(iter(kinds.values())), span, activations)),)
+    each_device: list[list[Segment]] = []
+    at = 0
+    for piece in recipe.pieces:
+        if piece.target_start[0] != at or piece.shape[1] != recipe.shape[1] or parts[1] > 1:
+            return None
+        form = form_of_records(kinds[piece.source], span, activations)
+        if at % num_local == 0:
+            each_device.append([])
+        own, at = each_device[-1], at + piece.shape[0]
+        if own and own[-1].form == form:
+            own[-1] = Segment(own[-1].num_outputs + piece.shape[0], form)
+        else:
+            own.append(Segment(piece.shape[0], form))
+    is_same = all(each == each_device[0] for each in each_device)
+    return tuple(each_device[0]) if is_same and at == recipe.shape[0] else None
 
 
 def form_of_records(records: Records, span: int, activations: str | None = None) -> Form:
@@ -100,6 +157,8 @@ def form_of_records(records: Records, span: int, activations: str | None = None)
         records.zero,
         records.zeros,
         records.biases,
+        records.factors,
+        records.factor_group,
         table=records.table,
         activations="row" if records.rounds_activations else activations,
     )

@@ -20,6 +20,7 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.models.registry import build_model
 from jaxserve.models.stages import StageLayers
+from pallas_kernels.quantized import Form
 
 ShardingOf = Callable[[tuple[str | tuple[str, ...] | None, ...]], jax.sharding.Sharding]
 """Returns the sharding of an array with the given logical axes."""
@@ -46,6 +47,24 @@ class LogicalParam(NamedTuple):
     stored: Weight | None
     order: tuple[int, ...] | None = None
     sources: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def span(self) -> int | None:
+        """Features of a record; None for a parameter that is no quantized weight."""
+        return self.stored.segments[0].form.span if self.stored is not None and self.stored.segments else None
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """What the rows of records of each tensor of a quantized weight hold."""
+        assert self.stored is not None, self.recipe
+        num_local = self.recipe.shape[0] // self.stored.parts[0]
+        ends = np.cumsum([segment.num_outputs for segment in self.stored.segments])
+        return {
+            piece.source: self.stored.segments[
+                int(np.searchsorted(ends, piece.target_start[0] % num_local, "right"))
+            ].form
+            for piece in self.recipe.pieces
+        }
 
     def fill(self, part: np.ndarray) -> list[np.ndarray]:
         """Convert one device's part of the parameter to its part of each array."""

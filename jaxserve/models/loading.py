@@ -239,21 +239,21 @@ def _kept(reader: QuantizedReader, model: AbstractModel, recipes: Mapping[str, T
     """Return the quantized tensors that a model reads as rows of records."""
     kept: dict[str, Kept] = {}
     for path, param in model.logical.items():
-        if param.stored is None or param.stored.form is None:
+        if param.stored is None or not param.stored.segments:
             continue
         for name, _ in recipes[path].sources:
             find = reader.quantized[name].records if name in reader.quantized else None
             records = None if find is None else find()
             if records is None:
                 raise CheckpointError(f"tensor {name!r} is no longer quantized as it was when the engine was planned")
-            kept[name] = Kept(records, param.stored.form.span)
+            kept[name] = Kept(records, param.stored.segments[0].form.span)
     return kept
 
 
 def decode(planes: Planes, result: np.ndarray) -> None:
     """Write decoded weights into an array, with the native kernel where there is one: the same bits, faster."""
     if result.dtype in dequantize_native.RESULT_DTYPES and unavailable() is None:
-        dequantize_native.dequantize(result, *planes)
+        dequantize_native.dequantize(result, *planes[:-1])
     else:
         planes.decode_into(result)
 

@@ -1,18 +1,23 @@
 """Quantized weights that stay as they are in the file: what the engine computes with them, moves and plans."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.api.errors import ConfigError
-from jaxserve.models.loading import read_model_config
-from jaxserve.models.stored_forms import read_forms
+from jaxserve.device.build import load_params
+from jaxserve.reshard.resident_weights import check_same_parameters, move_weights
+from tests.checkpoints.quantized.test_gguf_blocks import decode as decoded
+from tests.gguf_files import write_gguf
+from tests.gguf_models import metadata_of, random_store, to_gguf
+from tests.jaxserve.reshard.test_reshard import contents, make_plan
+from tests.jaxserve.test_gguf_models import BASE
 from tests.jaxserve.test_quantized_checkpoints import DENSE, FUSED, QWEN, write
 from tests.quantized_cases import CASES
+from tests.random_checkpoint import write_checkpoint
 
 STORED, DECODED = {"quantization_config": {"weights": "stored"}}, {"quantization_config": {"weights": "decoded"}}
 COMMON: dict[str, Any] = {
@@ -34,7 +39,9 @@ def check_same(found: list[Any], expected: list[Any]) -> None:
         assert one.token_ids == other.token_ids
         for mine, own in zip(one.logprobs, other.logprobs, strict=True):
             np.testing.assert_allclose(
-                [mine[token].logprob for token in sorted(mine)], [own[token].logprob for token in sorted(own)], atol=1e-4
+                [mine[token].logprob for token in sorted(mine)],
+                [own[token].logprob for token in sorted(own)],
+                atol=1e-4,
             )
 
 
@@ -50,3 +57,53 @@ def compared(folder: Path, model: dict[str, Any], case: str, **settings: Any) ->
 @pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_KEPT])
 def test_stored_weights_compute_what_decoded_ones_do(case: str, tmp_path: Path) -> None:
     compared(tmp_path, {**DENSE, "num_hidden_layers": 1}, case, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("case", ["compressed-tensors int8", "gptq 4 bits"])
+@pytest.mark.parametrize("model", ["tied", "fused"])
+def test_tied_and_fused_weights(model: str, case: str, tmp_path: Path) -> None:
+    compared(tmp_path, {"tied": QWEN, "fused": FUSED}[model], case, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize("names", ["q_proj v_proj", "gate_proj"])
+def test_projections_of_one_matmul_that_differ(names: str, tmp_path: Path) -> None:
+    """Types of blocks are mixed in one projection of queries, keys and values, and in one of gates and the others."""
+    config = {**BASE, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    write_checkpoint(tmp_path, config, seed=3)
+    kinds = {f"{name}": ("Q6_K", 14, 256, 210) for name in names.split()} | {"": ("Q4_K", 12, 256, 144)}
+    tensors, _ = to_gguf("llama", config, load_file(tmp_path / "model.safetensors"), random_store(kinds, decoded))
+    path = write_gguf(tmp_path / "model.gguf", metadata_of("llama", config), tensors)
+    outputs = []
+    for choice in (DECODED, STORED):
+        with LLM(str(path), warm_up=False, tensor_parallel_size=2, **COMMON, **choice) as llm:
+            outputs.append(generated(llm))
+    check_same(outputs[1], outputs[0])
+
+
+@pytest.mark.parametrize("case", ["gptq 4 bits", "fp8 blocks, ragged"])
+def test_weights_move_bit_for_bit(case: str, tmp_path: Path) -> None:
+    """On each mesh they are those that loading puts there; a record on one device is four on four devices."""
+    sizes = {"num_key_value_heads": 4, "intermediate_size": 96, "num_hidden_layers": 1}
+    _, quantized = write(tmp_path, {**DENSE, **sizes}, CASES[case])
+    now = make_plan(quantized, **STORED)
+    spans = {param.span for param in now.models[0].abstract_model.logical.values()}
+    held = [[load_params(now, program) for program in now.models]]
+    begin = [contents(found) for found in held[0]]
+    for tensor in (2, 4, 1):
+        new = make_plan(quantized, tensor_parallel_size=tensor, **STORED)
+        spans |= {param.span for param in new.models[0].abstract_model.logical.values()}
+        check_same_parameters(now.replicas[0], new.replicas[0])
+        held = move_weights([*zip(now.replicas[0], held.pop(0), strict=True)], new.replicas)
+        now = new
+        for found, program in zip([stage for stages in held for stage in stages], now.models, strict=True):
+            assert contents(found) == contents(load_params(now, program)), tensor
+    assert [contents(found) for found in held[0]] == begin
+    assert spans == {None, 8, 16}
+
+
+def test_a_running_engine_moves(tmp_path: Path) -> None:
+    _, quantized = write(tmp_path, DENSE, CASES["compressed-tensors int8"])
+    with LLM(str(quantized), warm_up=False, **COMMON, **STORED) as llm:
+        outputs = generated(llm)
+        llm.reshard("stage=2,tensor=2")
+        check_same(generated(llm), outputs)

@@ -66,6 +66,6 @@ def test_records_of_blocks_hold_their_weights(name: str) -> None:
 
 def test_a_recipe_of_records_turns_transposed_pieces() -> None:
     pieces = (Piece("x", (1, 32, 5), (2, 0), (3, 64), is_transposed=True),)
-    recipe = TensorRecipe((6, 64), pieces, (("x", (4, 96, 8)),)).in_records(32, 20)
+    recipe = TensorRecipe((6, 64), pieces, (("x", (4, 96, 8)),)).in_records(32, {"x": 20})
     assert recipe.pieces == (Piece("x", (1, 5, 20), (2, 0), (3, 40)),)
     assert recipe.shape == (6, 40) and recipe.sources == (("x", (4, 8, 60)),)
