@@ -9,7 +9,7 @@ from checkpoints.arranged import ArrangedReader
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, Format, QuantizedTensor
 from checkpoints.quantized.planes import Planes
-from checkpoints.quantized.records import Kept
+from checkpoints.quantized.records import Kept, logical_index
 from checkpoints.reader import BaseReader, CheckpointReader
 from checkpoints.tensor_info import Index, TensorInfo, index_bounds
 
@@ -126,7 +126,7 @@ class QuantizedReader(BaseReader):
         matrices = (result[place] for place in np.ndindex(result.shape[:-2]))
         if name in self._kept:
             kept = self._kept[name]
-            for planes, matrix in zip(self._boxes(name, _logical_index(index, kept)), matrices, strict=True):
+            for planes, matrix in zip(self._boxes(name, logical_index(index, kept)), matrices, strict=True):
                 matrix[...] = kept.records.pack(planes.transposed if kept.records.is_transposed else planes, kept.span)
             return
         for planes, matrix in zip(self._boxes(name, index), matrices, strict=True):
@@ -156,15 +156,6 @@ class QuantizedReader(BaseReader):
     def close(self) -> None:
         """Close the files."""
         self._reader.close()
-
-
-def _logical_index(index: Index, kept: Kept) -> Index:
-    """Return the box of a quantized tensor that a box of its rows of records holds."""
-    *leading, rows, columns = index
-    size = kept.records.num_bytes(kept.span)
-    assert columns.start % size == 0 and columns.stop % size == 0, (columns, kept)
-    features = slice(columns.start // size * kept.span, columns.stop // size * kept.span)
-    return (*leading, features, rows) if kept.records.is_transposed else (*leading, rows, features)
 
 
 def quantized_in(reader: CheckpointReader) -> QuantizedReader | None:

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints.quantized.planes import Planes
+from checkpoints.tensor_info import Index
 
 SPANS = (32, 16, 8)
 """Features that a record may hold."""
@@ -114,3 +115,12 @@ class Kept(NamedTuple):
         if self.records.is_transposed:
             rows, columns = columns, rows
         return (*leading, rows, columns // self.span * self.records.num_bytes(self.span))
+
+
+def logical_index(index: Index, kept: Kept) -> Index:
+    """Return the box of a quantized tensor that a box of its rows of records holds."""
+    *leading, rows, columns = index
+    size = kept.records.num_bytes(kept.span)
+    assert columns.start % size == 0 and columns.stop % size == 0, (columns, kept)
+    features = slice(columns.start // size * kept.span, columns.stop // size * kept.span)
+    return (*leading, features, rows) if kept.records.is_transposed else (*leading, rows, features)

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.config_checks import whole_prompts_error
 from jaxserve.api.errors import ConfigError
-from jaxserve.api.quantization import check_quantization
 from jaxserve.device.buckets import Buckets, draft_rows
 from jaxserve.device.determinism import choose_row_tile
 from jaxserve.device.drafter_choice import plan_drafter
@@ -29,6 +28,7 @@ from jaxserve.device.memory import (
     set_gpu_memory_fraction,
 )
 from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.device.weight_choice import find_forms
 from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
@@ -37,7 +37,6 @@ from jaxserve.models.abstract import check_tensor_size, outline
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.loading import find_model_directory, load_weights, read_model_config
 from jaxserve.models.output_head import choose_head
-from jaxserve.models.stored_forms import read_forms
 from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from pallas_kernels.native_library import set_threads
 from sharding import (
@@ -186,14 +185,6 @@ def plan_engine(config: EngineConfig, model: ModelConfig | None = None) -> Engin
         num_stages=num_stages,
         load_format=config.load_format,
     )
-
-
-def find_forms(config: EngineConfig, model: ModelConfig, directory: Path) -> WeightForms:
-    """Return the quantized weights of a model's checkpoint; none if the settings say that they are decoded."""
-    settings = check_quantization(config.quantization_config)
-    if settings["weights"] == "decoded":
-        return DECODED
-    return read_forms(model, directory, config.load_format, settings["activations"])
 
 
 def mesh_shape_of(config: EngineConfig, model: ModelConfig) -> MeshShape:

@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
-from jaxserve.api.quantization import check_quantization
+from jaxserve.device.weight_choice import with_forms
 from jaxserve.layers.attention import AttentionKernel, choose_attention
 from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.kv_layout import KVSpec
@@ -89,7 +89,7 @@ def choose_kernels(
     widens = config.kernels != "xla" and unavailable() is None
     dtype = resolve_dtype(config.dtype, model, device.platform, has_bfloat16_products() or widens)
     policy = _choose_policy(DtypePolicy.for_platform(dtype, device.platform), device, config.kernels)
-    policy = _with_forms(policy, config, device, forms)
+    policy = with_forms(policy, config, device, forms)
     attention = _AttentionShapes(
         attention_operation(model.architecture, specs), attention_sizes(specs, parallel, page_size)
     )
@@ -133,28 +133,6 @@ def _choose_policy(policy: DtypePolicy, device: Device, kernels: str | None) -> 
     logger.info("Matrix multiplication: %s (%s)", choice.name, choice.why)
     grouped = choose("grouped_matmul", **where, name=kernels)
     return dataclasses.replace(policy, linear=choice.name, grouped=grouped.name)
-
-
-def _with_forms(policy: DtypePolicy, config: EngineConfig, device: Device, forms: WeightForms) -> DtypePolicy:
-    """Return the policy with the quantized weights that stay so, and the implementation that multiplies by them."""
-    where = check_quantization(config.quantization_config)["weights"]
-    if not forms or where == "decoded":
-        return policy
-    kernels = OPERATIONS["quantized_linear"]
-    reasons = ["there is none"]
-    if policy.linear == "native" and "native" in kernels:
-        native = load("quantized_linear", "native")
-        reasons = forms.unsupported(native, device.platform, device.device_kind)
-        if not reasons:
-            logger.info("Quantized weights (%s) stay as they are: native kernels", forms)
-            return dataclasses.replace(policy, forms=forms, quantized="native")
-    if config.kernels == "native":
-        raise ConfigError(f"kernels='native' cannot multiply by the checkpoint's quantized weights: {reasons[0]}")
-    if where == "auto":
-        logger.info("Quantized weights (%s) are decoded: no native kernels for them (%s)", forms, reasons[0])
-        return policy
-    logger.info("Quantized weights (%s) stay as they are: XLA decodes them in every step, which is slow", forms)
-    return dataclasses.replace(policy, forms=forms, quantized="xla")
 
 
 def _with_narrow_pages(

@@ -20,11 +20,18 @@ class WeightForms:
     Args:
         records: What the tensors hold.
         activations: How rows are rounded that such weights multiply, where the format does not say it; see ``Form``.
+        method: What quantizes the tensors, which are floats in the checkpoint, while they are loaded: one of
+            ``on_load.METHODS``; None: they are quantized there.
     """
 
-    def __init__(self, records: Mapping[str, Records] | None = None, activations: str | None = None):
-        self._records, self.activations = dict(records or {}), activations
-        self._hash = hash((frozenset(self._records.items()), activations))
+    def __init__(
+        self,
+        records: Mapping[str, Records] | None = None,
+        activations: str | None = None,
+        method: str | None = None,
+    ):
+        self._records, self.activations, self.method = dict(records or {}), activations, method
+        self._hash = hash((frozenset(self._records.items()), activations, method))
 
     def __hash__(self) -> int:
         return self._hash
@@ -32,7 +39,11 @@ class WeightForms:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, WeightForms) or self._hash != other._hash:
             return False
-        return self._records == other._records and self.activations == other.activations
+        own, others = ((each.activations, each.method, each._records) for each in (self, other))
+        return own == others
+
+    def __getitem__(self, name: str) -> Records:
+        return self._records[name]
 
     def __bool__(self) -> bool:
         return bool(self._records)

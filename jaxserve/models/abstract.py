@@ -16,6 +16,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Parallel, Scope
 from jaxserve.layers.params import Split
 from jaxserve.layers.storage import Weight, load_method
+from jaxserve.layers.weight_forms import WeightForms
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.models.registry import build_model
@@ -99,6 +100,7 @@ class AbstractModel(NamedTuple):
         kv_specs: KV cache of each layer of the whole model.
         layer_width: Matmul outputs of the widest layer, in elements per token on one device.
         has_fused_norms: Whether kernels can fuse all norms of the whole model with the neighbouring matmuls.
+        forms: The weights that stay quantized.
     """
 
     graphdef: nnx.GraphDef
@@ -110,6 +112,7 @@ class AbstractModel(NamedTuple):
     kv_specs: tuple[KVSpec, ...]
     layer_width: int
     has_fused_norms: bool
+    forms: WeightForms
 
     def merge(self, arrays: Any) -> CausalLM:
         """Return the model with these arrays, given in the order of ``params``."""
@@ -243,6 +246,7 @@ def _abstract(
         whole.kv_specs,
         max(_width(layer, scope.parallel) for layer in cast(Iterable[nnx.Module], module.layers)),
         whole.has_fused_norms,
+        scope.policy.forms,
     )
 
 

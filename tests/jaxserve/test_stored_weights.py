@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from checkpoints.quantized.on_load import METHODS, SHORT_NAMES
 from jaxserve import LLM, SamplingParams
+from jaxserve.api.errors import ConfigError
 from jaxserve.device.build import load_params
 from jaxserve.reshard.resident_weights import check_same_parameters, move_weights
 from tests.checkpoints.quantized.test_gguf_blocks import decode as decoded
@@ -107,3 +109,51 @@ def test_a_running_engine_moves(tmp_path: Path) -> None:
         outputs = generated(llm)
         llm.reshard("stage=2,tensor=2")
         check_same(generated(llm), outputs)
+
+
+@pytest.mark.parametrize("method", [*METHODS, "fp8"])
+def test_float_weights_are_quantized_while_they_are_loaded(method: str, tmp_path: Path) -> None:
+    """Logits are near those of the floats, and the same on two devices."""
+    write_checkpoint(tmp_path, {**DENSE, "num_hidden_layers": 1}, seed=5)
+    found = []
+    for settings in ({}, {"quantization": method}, {"quantization": method, "tensor_parallel_size": 2}):
+        with LLM(str(tmp_path), warm_up=False, **COMMON, **settings) as llm:
+            found.append(generated(llm))
+    floats, one, two = found
+    if METHODS[SHORT_NAMES.get(method, method)].rounds_activations:
+        assert_near(two, one, 0.1)  # each device rounds its part of a row by itself
+    else:
+        check_same(two, one)
+    if method != "int4_group":  # which is coarse for a matrix of this size
+        assert_near(one, floats, 1.0)
+    assert any(a.logprobs != b.logprobs for a, b in zip(one, floats, strict=True))
+
+
+def assert_near(found: list[Any], expected: list[Any], most: float) -> None:
+    """The first token's log-probabilities differ by little."""
+    for one, other in zip(found, expected, strict=True):
+        mine, own = one.logprobs[0], other.logprobs[0]
+        common = mine.keys() & own.keys()
+        assert common
+        assert max(abs(mine[token].logprob - own[token].logprob) for token in common) < most
+
+
+def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
+    plain, quantized = write(tmp_path, DENSE, CASES["awq"])
+    with pytest.raises(ConfigError, match="are quantized with awq already; leave quantization out"):
+        LLM(str(quantized), quantization="int8_w8a8")
+    with pytest.raises(ConfigError, match="leave one of both out"):
+        LLM(str(plain), quantization="int4_group", **DECODED)
+    with pytest.raises(ConfigError, match="unknown key 'activation'; did you mean 'activations'"):
+        LLM(str(plain), quantization_config={"activation": "int8"})
+    with pytest.raises(
+        ConfigError, match=r"quantization_config.weights: expected one of 'auto', 'stored', 'decoded', got 'x'"
+    ):
+        LLM(str(plain), quantization_config={"weights": "x"})
+
+
+def test_rows_that_cannot_be_cut_between_records(tmp_path: Path) -> None:
+    sizes = {"intermediate_size": 24, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    write_checkpoint(tmp_path, {**DENSE, **sizes}, seed=1)
+    with pytest.raises(ConfigError, match="down_proj.weight: quantized rows of 24 features cannot be cut into 4 parts"):
+        LLM(str(tmp_path), quantization="int8_w8a8", tensor_parallel_size=4)
