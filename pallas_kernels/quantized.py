@@ -61,7 +61,7 @@ class Form(NamedTuple):
 
     @property
     def fields(self) -> dict[str, np.dtype]:
-        """Type of each number behind the codes of a record, in order."""
+        """Type of each number after the codes of a record, in order."""
         types = {
             "scale": self.scales,
             "zero": self.zeros,
@@ -83,11 +83,11 @@ class Form(NamedTuple):
             ValueError: Records do not divide it.
         """
         if inner % self.span:
-            raise ValueError(f"{inner} features are no whole number of records of {self.span}")
+            raise ValueError(f"{inner} features cannot be divided into records of {self.span}")
         return inner // self.span * self.record_bytes
 
     def inner(self, row_bytes: int) -> int:
-        """Features of a row of so many bytes."""
+        """Features of a row of ``row_bytes`` bytes."""
         assert row_bytes % self.record_bytes == 0, (row_bytes, self)
         return row_bytes // self.record_bytes * self.span
 

@@ -121,7 +121,7 @@ class CompressedTensors:
         )
 
     def _num_bits(self, packed: str, num_inputs: int, num_words: int) -> int:
-        """Return the size of codes of which so many words hold ``num_inputs``."""
+        """Return the size of codes of which ``num_words`` words hold ``num_inputs``."""
         for bits in self._bits:
             if bits <= 8 and -(-num_inputs * bits // _WORD) == num_words:
                 return bits

@@ -339,7 +339,7 @@ def planes_of(kind: GgufType, data: np.ndarray, columns: slice) -> Planes:
     scales = in_rows(found.scales)[:, needed]
     factored = None
     if found.factored is not None:
-        factored = Factored(*(None if each is None else in_rows(each)[:, needed] for each in found.factored))
+        factored = found.factored.map(lambda each: in_rows(each)[:, needed])
     biases = None if found.biases is None else in_rows(found.biases)[:, needed]
     if isinstance(found.codes, Blocks):
         blocks = found.codes._replace(

@@ -86,6 +86,11 @@ class Factored(NamedTuple):
     biases: np.ndarray | None = None
     bias_factors: np.ndarray | None = None
 
+    def map(self, function: Callable[[np.ndarray], np.ndarray]) -> "Factored":
+        """Return what a function makes of each array."""
+        rest = (None if each is None else function(each) for each in (self.biases, self.bias_factors))
+        return Factored(function(self.scales), function(self.scale_factors), *rest)
+
 
 class Planes(NamedTuple):
     """A box of a quantized matrix, not decoded.

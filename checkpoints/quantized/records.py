@@ -84,7 +84,7 @@ class Records(NamedTuple):
         return found.reshape(num_rows, -1)
 
     def _grids(self, planes: Planes) -> list[tuple[str | None, np.ndarray | None]]:
-        """Return the numbers behind the codes, and their types, in order."""
+        """Return the numbers after the codes, and their types, in order."""
         if self.factors is None:
             return [(self.scales, planes.scales), (self.zeros, planes.zeros), (self.biases, planes.biases)]
         own = planes.factored

@@ -37,8 +37,9 @@ class EngineConfig:
         load_format: ``safetensors`` or ``pt`` (pytorch_model.bin) reads only such files, ``auto`` also Orbax: the first
             that has the model's tensors. ``dummy`` fills the weights with small random numbers and needs no files.
         quantization: Method that the checkpoint's weights must be quantized with, such as ``awq``, ``gptq`` or ``fp8``;
-            None: what the checkpoint says. Weights that are not stored quantized are not quantized when they are
-            loaded.
+            None: what the checkpoint says. Of a float checkpoint: how its weights are quantized while they are loaded,
+            ``int8_w8a8`` (or ``int8``), ``int8_per_channel_weight_only``, ``int4_group``, ``fp8_per_tensor`` (or
+            ``fp8``), ``fp8_per_channel`` or ``fp8_per_block``.
         quantization_config: How quantized weights are computed with, such as ``{"activations": "int8"}``. ``weights``:
             "stored" keeps them in memory as they are in the file, "decoded" as floats of ``dtype``; "auto" (the
             default) keeps them where native CPU kernels multiply by them. ``activations``: "int8" rounds the rows that

@@ -67,14 +67,14 @@ class WeightForms:
         """Return how a weight stays quantized; None if it is decoded when it is loaded.
 
         That is a weight with a source that is not quantized, or has rows of records of another axis than the weight's
-        features, or no whole number of records.
+        features, or features that records do not divide.
 
         Args:
             recipe: The weight, [outer, inner] in the checkpoint's elements.
             parts: Devices that outputs and features are split over.
 
         Raises:
-            ConfigError: Cutting the features over so many devices would cut a record.
+            ConfigError: Cutting the features over these devices would cut a record.
         """
         found = {name: self._records.get(name) for name, _ in recipe.sources}
         kinds = {name: records for name, records in found.items() if records is not None}

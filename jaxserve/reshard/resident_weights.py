@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from checkpoints import Bounds, Index, Piece, TensorInfo, TensorRecipe, index_bounds, read_shard
+from checkpoints import Bounds, CheckpointReader, Index, Piece, TensorInfo, TensorRecipe, index_bounds, read_shard
 from checkpoints.reader import BaseReader
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.sharded_model import ShardedModel
@@ -188,7 +188,7 @@ class TakenParameter(NamedTuple):
         reader, dtype = self._reader(param), param.struct.dtype
         return {bounds: param.fill(read_shard(reader, param.recipe, bounds, dtype)) for bounds in wanted}
 
-    def _reader(self, param: LogicalParam) -> BaseReader:
+    def _reader(self, param: LogicalParam) -> CheckpointReader:
         """Return a reader of the parameter's tensors as another layout reads them."""
         reader, span = ParameterReader(self.param.recipe, self._whole()), param.span
         if span == self.param.span or span is None:
