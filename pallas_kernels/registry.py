@@ -23,6 +23,9 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "native": "pallas_kernels.linear_native",
         "xla": "pallas_kernels.linear_xla",
     },
+    "quantized_linear": {
+        "xla": "pallas_kernels.quantized_linear_xla",
+    },
     "argmax": {
         "native": "pallas_kernels.argmax_native",
         "xla": "pallas_kernels.argmax_xla",
