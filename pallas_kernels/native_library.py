@@ -14,13 +14,14 @@ from pathlib import Path
 
 import jax
 
-VERSION = 17  # of handlers.c
+VERSION = 18  # of handlers.c
 PATH = Path(__file__).with_name("libjaxserve_native.so")
 _INSTRUCTIONS = ("neither AVX2 nor AVX-512", "avx2", "avx512", "avx512bf16", "amx")
 _LIMIT = "JAXSERVE_MAX_CPU_ISA"
 _HANDLERS = (
     *("attend", "attend_latents", "write_kv", "write_latents", "qkv_write", "copy_pages"),
     *("linear", "grouped_matmul", "argmax", "truncation"),
+    *("delta_net", "mamba2", "short_convolution"),
 )
 
 
