@@ -24,6 +24,7 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "xla": "pallas_kernels.linear_xla",
     },
     "quantized_linear": {
+        "native": "pallas_kernels.quantized_linear_native",
         "xla": "pallas_kernels.quantized_linear_xla",
     },
     "argmax": {
