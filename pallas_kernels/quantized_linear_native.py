@@ -66,11 +66,22 @@ def pack(
     records: UInt8[np.ndarray, "outer bytes"], form: Form, is_gated: bool = False
 ) -> UInt8[np.ndarray, "panels blocks of_block"]:
     """Return a weight in panels, aligned so that XLA uses it without a copy."""
-    records = np.ascontiguousarray(records)
-    outer, inner = len(records), form.inner(records.shape[1])
-    packed = aligned(packed_shape(outer, inner, form, is_gated), np.dtype(np.uint8))
-    _pack(records, packed, outer, inner, form, is_gated, is_inverse=False)
+    shape = packed_shape(len(records), form.inner(records.shape[1]), form, is_gated)
+    packed = aligned(shape, np.dtype(np.uint8))
+    pack_into(packed, records, form, is_gated)
     return packed
+
+
+def pack_into(
+    packed: UInt8[np.ndarray, "panels blocks of_block"],
+    records: UInt8[np.ndarray, "outer bytes"],
+    form: Form,
+    is_gated: bool,
+) -> None:
+    """Write a weight in panels to an array of their shape."""
+    records = np.ascontiguousarray(records)
+    assert packed.flags.c_contiguous
+    _pack(records, packed, len(records), form.inner(records.shape[1]), form, is_gated, is_inverse=False)
 
 
 def unpack(

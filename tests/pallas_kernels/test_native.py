@@ -541,6 +541,7 @@ CHILD = textwrap.dedent("""
     from pallas_kernels import linear, linear_native, native_library, paged_attention as op, qkv_write, truncation
     from pallas_kernels import paged_attention_native as native, qkv_write_native, truncation_native
     from pallas_kernels import grouped_matmul, grouped_matmul_native, quantized_linear, quantized_linear_native
+    from pallas_kernels import quantized_grouped_matmul, quantized_grouped_matmul_native
     wanted, *path = sys.argv[1:]
     if path:
         native_library.PATH = Path(path[0])
@@ -558,6 +559,7 @@ CHILD = textwrap.dedent("""
     others = {"linear": (linear, linear_native), "qkv_write": (qkv_write, qkv_write_native)}
     others["grouped_matmul"] = grouped_matmul, grouped_matmul_native
     others["quantized_linear"] = quantized_linear, quantized_linear_native
+    others["quantized_grouped_matmul"] = quantized_grouped_matmul, quantized_grouped_matmul_native
     for name, (other, module) in (others | {"truncation": (truncation, truncation_native)}).items():
         for case_name, case in other.CASES.items():
             if other.dtype(case) == "float16":

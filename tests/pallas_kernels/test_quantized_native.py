@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import linear, native_library, quantized_linear_native
+from pallas_kernels import linear, native_library, quantized_grouped_matmul_native, quantized_linear_native
 from pallas_kernels import quantized_linear as op
 from pallas_kernels.quantized import Form, decode, random_records
 
@@ -111,6 +111,33 @@ def test_a_row_is_multiplied_alike_in_any_company(threads, name):
     np.testing.assert_array_equal(multiply(x), whole)
     threads(5)
     np.testing.assert_array_equal(multiply(x), whole)
+
+
+@needs_native
+@pytest.mark.parametrize("name, is_gated", [("w8a8", False), ("q4_k_int8", True), ("awq", True)])
+def test_a_row_is_multiplied_alike_among_any_rows_of_any_experts(threads, name, is_gated):
+    """As the linear kernel multiplies it, whichever kernel the number of rows chooses."""
+    form, outer = op.FORMS[name], 72
+    records = random_weight(form, 5 * outer, 512).reshape(5, outer, -1)
+    packed = quantized_grouped_matmul_native.pack(records, form, is_gated)
+    assert quantized_grouped_matmul_native.unpack(packed, outer, 512, form, is_gated).tobytes() == records.tobytes()
+    x = jax.random.normal(jax.random.key(0), (60, 512))
+    fused = linear.Fused(activation="silu" if is_gated else None)
+    wanted = [
+        np.asarray(quantized_linear_native.matmul(x, jnp.asarray(panels), outer, form, fused=fused))
+        for panels in packed
+    ]
+    num_out = outer // 2 if is_gated else outer
+    for sizes in ([1, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 60, 0, 0, 0], [7, 1, 0, 20, 13], [0] * 5):
+        borders = np.cumsum([0, *sizes])
+        expected = [wanted[e][start:end] for e, (start, end) in enumerate(zip(borders, borders[1:], strict=False))]
+        zeros = np.zeros((60 - borders[-1], num_out))
+        for count in (1, 2):
+            threads(count)
+            found = quantized_grouped_matmul_native.grouped_matmul(
+                x, jnp.asarray(packed), jnp.array(sizes), num_out, form, is_gated=is_gated
+            )
+            np.testing.assert_array_equal(found, np.concatenate([*expected, zeros]))
 
 
 @needs_native
