@@ -61,7 +61,7 @@ class Form(NamedTuple):
 
     @property
     def fields(self) -> dict[str, np.dtype]:
-        """Type of each number behind the codes of a record, in order."""
+        """Type of each number after the codes of a record, in order."""
         types = {
             "scale": self.scales,
             "zero": self.zeros,
@@ -83,11 +83,11 @@ class Form(NamedTuple):
             ValueError: Records do not divide it.
         """
         if inner % self.span:
-            raise ValueError(f"{inner} features are no whole number of records of {self.span}")
+            raise ValueError(f"{inner} features cannot be divided into records of {self.span}")
         return inner // self.span * self.record_bytes
 
     def inner(self, row_bytes: int) -> int:
-        """Features of a row of so many bytes."""
+        """Features of a row of ``row_bytes`` bytes."""
         assert row_bytes % self.record_bytes == 0, (row_bytes, self)
         return row_bytes // self.record_bytes * self.span
 
@@ -126,6 +126,17 @@ def records_of(parts: dict[str, np.ndarray], form: Form) -> UInt8[np.ndarray, "o
         ).view(np.uint8)
         at += dtype.itemsize
     return rows.reshape(len(rows), -1)
+
+
+def with_span(records: UInt8[np.ndarray, "outer bytes"], form: Form, span: int) -> UInt8[np.ndarray, "outer others"]:
+    """Return the same rows with records of another number of features; one of both is a multiple of the other."""
+    parts, other = parts_of(records, form), form._replace(span=span)
+    codes = parts.pop("codes")
+    if span < form.span:
+        fields = {name: np.repeat(field, form.span // span, axis=1) for name, field in parts.items()}
+    else:
+        fields = {name: field[:, :: span // form.span] for name, field in parts.items()}
+    return records_of({"codes": codes.reshape(len(codes), -1, other.code_bytes), **fields}, other)
 
 
 def decode(records: UInt8[Array | np.ndarray, "... bytes"], form: Form) -> Float[Array, "... inner"]:
