@@ -195,9 +195,10 @@ def rounded_rows(x: Float[Array, "T inner"], group: int) -> Float[Array, "T inne
         group: Features that share a scale; they divide ``inner``.
     """
     groups = x.reshape(x.shape[0], -1, group)
-    scale = jnp.max(jnp.abs(groups), axis=-1, keepdims=True) / 127
+    # XLA makes products with reciprocals of divisions, with other bits: products are the same everywhere.
+    scale = jnp.max(jnp.abs(groups), axis=-1, keepdims=True) * np.float32(1 / 127)
     scale = jnp.where(scale == 0, 1.0, scale)
-    return (jnp.clip(jnp.round(groups / scale), -127, 127) * scale).reshape(x.shape)
+    return (jnp.clip(jnp.round(groups * (1 / scale)), -127, 127) * scale).reshape(x.shape)
 
 
 def random_records(form: Form, outer: int, inner: int, key: jax.Array) -> UInt8[Array, "outer bytes"]:

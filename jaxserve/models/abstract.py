@@ -58,6 +58,8 @@ class LogicalParam(NamedTuple):
     def forms(self) -> dict[str, Form]:
         """What the rows of records of each tensor of a quantized weight hold."""
         assert self.stored is not None, self.recipe
+        if len(self.stored.segments) == 1:
+            return {name: self.stored.segments[0].form for name, _ in self.recipe.sources}
         num_local = self.recipe.shape[0] // self.stored.parts[0]
         ends = np.cumsum([segment.num_outputs for segment in self.stored.segments])
         return {
