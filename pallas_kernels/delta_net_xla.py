@@ -8,7 +8,15 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.delta_net import UNIT_EPS, DeltaNetSizes, DeltaNetWeights
 from pallas_kernels.recurrent_states import StateRows, States, copy_states
-from pallas_kernels.recurrent_xla import convolve, from_layout, state_shape, to_layout, update_states
+from pallas_kernels.recurrent_xla import (
+    RuleTokens,
+    UpdateStates,
+    convolve,
+    from_layout,
+    state_shape,
+    to_layout,
+    update_states,
+)
 
 __all__ = ["copy_states", "from_layout", "state_shape", "to_layout", "unsupported", "update"]
 
@@ -29,6 +37,19 @@ def update(
     eps: float,
 ) -> tuple[Float[Array, "T inner"], States]:
     """Compute the layer's tokens and update its states; see ``DeltaNetKernel.update``."""
+    return update_by(update_states, projected, weights, states, rows, sizes, eps)
+
+
+def update_by(
+    update_states: UpdateStates,
+    projected: Float[Array, "T width"],
+    weights: DeltaNetWeights,
+    states: States,
+    rows: StateRows,
+    sizes: DeltaNetSizes,
+    eps: float,
+) -> tuple[Float[Array, "T inner"], States]:
+    """Compute everything but the rule of the states in XLA; see ``DeltaNetKernel.update``."""
     num_tokens, (key_heads, heads, key_dim, value_dim) = projected.shape[0], sizes
     mixed, *others = jnp.split(projected, np.cumsum([sizes.num_channels, sizes.inner, heads]), axis=1)
     z, b, a = (x.astype(jnp.float32) for x in others)
@@ -38,24 +59,11 @@ def update(
     rate = -jnp.exp(weights.a_log.astype(jnp.float32))
     decay = jnp.exp(rate * jax.nn.softplus(a + weights.dt_bias.astype(jnp.float32)))
     values = value.reshape(num_tokens, heads, value_dim)
-    tokens = query * key_dim**-0.5, key, values, jax.nn.sigmoid(b), decay
-    o, state = update_states(_step, tokens, states.state, rows)
+    tokens = RuleTokens(query * key_dim**-0.5, key, values, jax.nn.sigmoid(b), decay)
+    o, state = update_states(tokens, states.state, rows, is_delta=True)
     o = o * lax.rsqrt(jnp.mean(jnp.square(o), -1, keepdims=True) + eps) * weights.norm.astype(jnp.float32)
     return (o * jax.nn.silu(z).reshape(o.shape)).reshape(num_tokens, -1), States(tail, state)
 
 
 def _unit(x: Float[Array, "T heads keys"]) -> Float[Array, "T heads keys"]:
     return x * lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + UNIT_EPS)
-
-
-def _step(
-    state: Float[Array, "heads keys values"], token: tuple[Array, ...]
-) -> tuple[Float[Array, "heads keys values"], Float[Array, "heads values"]]:
-    """Apply the delta rule of one token; sums run over keys, elementwise for all values."""
-    query, key, value, beta, decay = token
-    group = state.shape[0] // key.shape[0]
-    query, key = (jnp.repeat(x, group, axis=0)[:, :, None] for x in (query, key))
-    state = state * decay[:, None, None]
-    delta = beta[:, None] * (value - jnp.sum(state * key, axis=1))
-    state = state + key * delta[:, None]
-    return state, jnp.sum(state * query, axis=1)

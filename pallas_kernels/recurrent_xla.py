@@ -4,18 +4,40 @@ A step's first tokens, one per row, update all states at once; the tokens after 
 follow one by one, each on the state that the one before left in its page.
 """
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.recurrent_states import Convolution, StateRows
 
-Step = Callable[[Float[Array, "heads keys values"], Any], tuple[Float[Array, "heads keys values"], Array]]
-"""Updates the state of a row by a token; returns the new state and the token's result [heads, values]."""
+
+class RuleTokens(NamedTuple):
+    """What the rule of a state takes of each token; a key head serves ``heads / key_heads`` consecutive heads.
+
+    A state becomes ``decay * S``, then takes up ``key (factor * value)^T``; under the delta rule the value is reduced
+    first by what the state holds for the key. The result is ``S^T query``.
+    """
+
+    query: Float[Array, "T key_heads keys"]
+    key: Float[Array, "T key_heads keys"]
+    value: Float[Array, "T heads values"]
+    factor: Float[Array, "T heads"]
+    decay: Float[Array, "T heads"]
+
+
+@runtime_checkable
+class UpdateStates(Protocol):
+    """Updates states by every token of each row, in order; results of padding tokens are zeros."""
+
+    def __call__(
+        self, tokens: RuleTokens, state: Float[Array, "P heads keys values"], rows: StateRows, *, is_delta: bool
+    ) -> tuple[Float[Array, "T heads values"], Float[Array, "P heads keys values"]]:
+        """Return the results and the states."""
+        ...
 
 
 def state_shape(num_heads: int, num_keys: int, num_values: int) -> tuple[int, ...]:
@@ -80,12 +102,12 @@ def token_rows(rows: StateRows, num_tokens: int) -> Int[Array, " T"]:
 
 
 def update_states(
-    step: Step, tokens: PyTree[Float[Array, "T ..."]], state: Float[Array, "P heads keys values"], rows: StateRows
+    tokens: RuleTokens, state: Float[Array, "P heads keys values"], rows: StateRows, *, is_delta: bool
 ) -> tuple[Float[Array, "T heads values"], Float[Array, "P heads keys values"]]:
-    """Update states by every token of each row, in order; results of padding tokens are zeros."""
-    leaves = jax.tree.leaves(tokens)
-    num_tokens, num_pages = leaves[0].shape[0], state.shape[0]
-    firsts = jax.tree.map(lambda x: jnp.take(x, rows.starts, 0, mode="clip"), tokens)
+    """Update states by every token of each row, in order; see ``UpdateStates``."""
+    step = partial(_update_state, is_delta=is_delta)
+    num_tokens, num_pages = tokens.value.shape[0], state.shape[0]
+    firsts = RuleTokens(*(jnp.take(x, rows.starts, 0, mode="clip") for x in tokens))
     old = jnp.where(rows.are_new[:, None, None, None], 0, jnp.take(state, rows.pages, 0, mode="clip"))
     new, found = jax.vmap(step)(old, firsts)
     is_used = rows.lens > 0
@@ -106,9 +128,22 @@ def update_states(
         token = later[index]
         row = owners[token]
         page = rows.pages[row]
-        new, found = step(state[page], jax.tree.map(lambda x: x[token], tokens))
+        new, found = step(state[page], RuleTokens(*(x[token] for x in tokens)))
         target = jnp.where(lens_before[row] == offsets[token], rows.snapshot_pages[row], page)
         return state.at[target].set(new).at[page].set(new), results.at[token].set(found)
 
     results, state = lax.fori_loop(0, is_later.sum(), update, (state, results))[::-1]
     return results, state
+
+
+def _update_state(
+    state: Float[Array, "heads keys values"], token: RuleTokens, is_delta: bool
+) -> tuple[Float[Array, "heads keys values"], Float[Array, "heads values"]]:
+    """Apply the rule of one token; sums run over keys, elementwise for all values."""
+    query, key, value, factor, decay = token
+    group = state.shape[0] // key.shape[0]
+    query, key = (jnp.repeat(x, group, axis=0)[:, :, None] for x in (query, key))
+    state = state * decay[:, None, None]
+    value = value - jnp.sum(state * key, axis=1) if is_delta else value
+    state = state + key * (factor[:, None] * value)[:, None]
+    return state, jnp.sum(state * query, axis=1)

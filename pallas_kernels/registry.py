@@ -23,6 +23,14 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "native": "pallas_kernels.linear_native",
         "xla": "pallas_kernels.linear_xla",
     },
+    "quantized_linear": {
+        "native": "pallas_kernels.quantized_linear_native",
+        "xla": "pallas_kernels.quantized_linear_xla",
+    },
+    "quantized_grouped_matmul": {
+        "native": "pallas_kernels.quantized_grouped_matmul_native",
+        "xla": "pallas_kernels.quantized_grouped_matmul_xla",
+    },
     "argmax": {
         "native": "pallas_kernels.argmax_native",
         "xla": "pallas_kernels.argmax_xla",
@@ -55,12 +63,16 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "mosaic-interpret": "pallas_kernels.latent_attention_mosaic:INTERPRET",
     },
     "delta_net": {
+        "triton": "pallas_kernels.delta_net_triton:TRITON",
         "native": "pallas_kernels.delta_net_native",
         "xla": "pallas_kernels.delta_net_xla",
+        "pallas-interpret": "pallas_kernels.delta_net_triton:INTERPRETED",
     },
     "mamba2": {
+        "triton": "pallas_kernels.mamba2_triton:TRITON",
         "native": "pallas_kernels.mamba2_native",
         "xla": "pallas_kernels.mamba2_xla",
+        "pallas-interpret": "pallas_kernels.mamba2_triton:INTERPRETED",
     },
     "short_convolution": {
         "native": "pallas_kernels.short_convolution_native",

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.api.errors import ConfigError, RequestError
+from jaxserve.api.quantization import check_quantization
 from jaxserve.api.sampling_params import GENERATION_CONFIG_KEYS, SamplingParams
 from jaxserve.api.speculation import SHORTCUTS, check_speculation
 
@@ -108,6 +109,7 @@ def check_settings(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[
     _check_numbers(values)
     _check_generation_config("override_generation_config", given.get("override_generation_config", {}))
     _check_compile_sizes("compile_sizes", given.get("compile_sizes", {}))
+    check_quantization(values["quantization_config"])
     checked["speculative_config"] = _check_speculation(values)
     checked |= dict.fromkeys(SHORTCUTS)  # ``speculative_config`` has them
     return checked

@@ -131,7 +131,7 @@ class GroupedQueryAttention(Attention):
         has_bias = gate is not None and gate.follows_query and qkv_bias
         gates = None if gate is None else self._gates(gate, hidden_size, num_heads, scope, has_bias)
         self.gate, self.gates = gate, gates
-        self.tile = ROW_TILE if scope.policy.linear == "native" else None
+        self.tile = ROW_TILE if scope.policy.is_native else None
         sinks = stack_rows(scope, [Rows("sinks", num_heads)], "")
         self.sinks = vector(sinks, "q_heads", scope) if has_sinks else None
         q_scope, k_scope = (scope.at(name) for name in norm_names)

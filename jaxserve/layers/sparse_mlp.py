@@ -126,7 +126,7 @@ class SparseMLP(nnx.Module):
         is_mean: bool = False,
     ):
         parallel, policy, count = scope.parallel, scope.policy, routing.num_experts
-        self.tile = ROW_TILE if policy.linear == policy.grouped == "native" else None
+        self.tile = ROW_TILE if policy.is_native else None
         self.residual_axis = parallel.residual_axis
         self.has_fused_norms = (
             self.tile is not None and self.residual_axis is None

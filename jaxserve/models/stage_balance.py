@@ -128,7 +128,8 @@ def _cost(param: LogicalParam) -> LayerCost:
     if weight is None:
         return LayerCost(size * param.struct.dtype.itemsize, 0)
     used = 1 if weight.experts is None else weight.experts.per_token / weight.experts.num_experts
-    return LayerCost(size * param.struct.dtype.itemsize, size * used)
+    num_elements = weight.outer * weight.inner * (1 if weight.experts is None else weight.experts.num_experts)
+    return LayerCost(size * param.struct.dtype.itemsize, num_elements * used)
 
 
 _NOTHING = LayerCost(0, 0)
