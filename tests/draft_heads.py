@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
+from jaxserve.layers import linear
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import abstract_head
 from jaxserve.models.drafters.draft_head import DraftHead
@@ -128,6 +131,17 @@ def load_head(method: str, directory: Path, target: Path) -> DraftHead:
 def _random(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(seed)
     return {name: generator.normal(0.0, 0.4, shape).astype(np.float32) for name, shape in sorted(shapes.items())}
+
+
+def spoil_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes linear layers return NaN for the rows that they need not compute, as kernels do that skip them."""
+    matmul = linear.matmul
+
+    def spoiling(param: Any, x: jax.Array, *, fused: Any, num_rows: jax.Array | None = None) -> jax.Array:
+        found = matmul(param, x, fused=fused, num_rows=num_rows)
+        return found if num_rows is None else jnp.where(jnp.arange(len(x))[:, None] < num_rows, found, jnp.nan)
+
+    monkeypatch.setattr(linear, "matmul", spoiling)
 
 
 # --------------------------------------------------------------------------------------------- the reading

@@ -97,7 +97,7 @@ def draft(
     first, seen = len(sharded.own_pools()), None
     run = _Run.of(sharded, arrays, rows, fields["variant"] if variant == "any" else jnp.int32(VARIANTS.index(variant)))
     if states is not None:
-        own = run.seen(given)
+        own = run.seen(given, jnp.where(rows.is_used, fields["query_lens"], 0).sum())
         kept = run.kept(states, own, fields)
         seen, states = _Seen(own, run.before(states._replace(pages=kept.pages), fields)), kept
     taken = run.take_in(fields, pools[first:], shape, seen)
@@ -233,10 +233,10 @@ class _Run(NamedTuple):
         whole = sharded if sharded.parallel.residual_axis is None else sharded.with_whole_rows
         return cls(drafter.sharded.draft_head(own), whole.model(arrays), drafter, rows, variant)
 
-    def seen(self, given: StepTokens) -> Float[Array, "T D"]:
-        """Return the states of the step's tokens."""
+    def seen(self, given: StepTokens, num_tokens: Int[Array, ""]) -> Float[Array, "T D"]:
+        """Return the states of the step's ``num_tokens`` tokens; those of padding are undefined."""
         assert isinstance(self.model, DraftHead) and self.target is not None and given.hidden is not None
-        return self.model.seen_state(self.target, given.hidden, given.aux).astype(given.hidden.dtype)
+        return self.model.seen_state(self.target, given.hidden, given.aux, num_tokens).astype(given.hidden.dtype)
 
     def before(self, states: HeadStates, fields: Mapping[str, Array]) -> Float[Array, "R D"]:
         """Return the states of the tokens before the rows; ``states`` have those of pages that the step fills, as a

@@ -196,6 +196,32 @@ def test_mtp_drafts_what_its_files_say(tmp_path: Path) -> None:
         assert np.abs(found[0][1:] - read(*broken)[0][1:]).max() > 0.1
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_padding_is_not_projected(
+    llama: tuple[Path, CausalLM], method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the states of tokens, where a head projects them, nor they together with embeddings."""
+    (directory, target), random = llama, np.random.default_rng(6)
+    if method == "mtp":
+        write_mtp(tmp_path, DEEPSEEK)
+        directory, target = tmp_path, load_model(tmp_path)
+    elif method == "eagle":
+        write_eagle(tmp_path, {**HEAD, "architectures": ["LlamaForCausalLM"]})
+    else:
+        write_eagle3(tmp_path, HEAD)
+    head = load_head(method, tmp_path, directory)
+    hidden, aux, embedded = (jnp.asarray(random.normal(size=(LENGTH, width)), jnp.float32) for width in (16, 48, 16))
+    states = head.seen_state(target, hidden, aux)
+    inputs = head.combined(embedded, states)
+    draft_heads.spoil_padding(monkeypatch)
+    few = jnp.int32(LENGTH - 3)
+    found = head.seen_state(target, hidden, aux, few), head.combined(embedded, states, few)
+    for each, expected in zip(found, (states, inputs), strict=True):
+        np.testing.assert_array_equal(each[:few], expected[:few])
+    spoiled = [bool(jnp.isnan(each[few:]).all()) for each in found]
+    assert spoiled == ([True, False] if method == "eagle3" else [False, True])
+
+
 @pytest.mark.parametrize("architecture", MTP_ARCHITECTURES)
 def test_the_layer_is_the_familys_own(architecture: str, tmp_path: Path) -> None:
     """All of its tensors are those of the layer after the model's last, which is like that."""
