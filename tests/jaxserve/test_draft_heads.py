@@ -40,7 +40,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "speculators-norms": as_speculators(HEAD, norm_before_fc=True, norm_output=True),
     "eagle-3.1": as_speculators(HEAD, fc_norm=True, norm_output=True, norm_before_residual=True),
 }
-LENGTH = 9
+LENGTH, PAGE_SIZE = 9, 64
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +55,19 @@ def drafted(head: DraftHead, target: CausalLM, tokens: np.ndarray, states: jax.A
 
     The state before each token is given; the first token has an index of 0, as positions count only relatively.
     """
-    kernel = choose_attention(jax.devices()[0], "float32", operation=head.kv_specs[0].operation, page_size=16)
+    kernel = choose_attention(jax.devices()[0], "float32", operation=head.kv_specs[0].operation, page_size=PAGE_SIZE)
     pools = list[Pools]()
     for spec in head.kv_specs:
-        arrays = kernel.implementation.pool_specs(2, 16, spec.num_kv_heads, spec.head_dim)
+        arrays = kernel.implementation.pool_specs(1, PAGE_SIZE, spec.num_kv_heads, spec.head_dim)
         pools.append(tuple(jnp.zeros(array.shape) for array in arrays))
-    settings, length = AttentionSettings(kernel.implementation, 16, decode_only=False), len(tokens)
+    settings, length = AttentionSettings(kernel.implementation, PAGE_SIZE, decode_only=False), len(tokens)
 
     def run(tokens: Any, states: jax.Array, pools: list[Pools], first: int) -> HiddenStates:
         positions, num_tokens = first + jnp.arange(len(tokens)), jnp.array([len(tokens)])
         row, zero = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
-        table = AttentionBatch(
-            row, first + num_tokens, zero, num_tokens, jnp.int32(1), positions // 16, positions % 16, jnp.int32(0)
-        )
-        batch = TokenBatch(jnp.asarray(tokens), positions, jnp.full(len(tokens), 32), (table,))
+        pages, length = jnp.zeros_like(positions), first + num_tokens
+        table = AttentionBatch(row, length, zero, num_tokens, jnp.int32(1), pages, positions, jnp.int32(0))
+        batch = TokenBatch(jnp.asarray(tokens), positions, jnp.full(len(tokens), PAGE_SIZE), (table,))
         return head.hidden(head.embedded(target, batch.tokens), states, batch, pools, settings)
 
     found = run(tokens, states, pools, 0)
