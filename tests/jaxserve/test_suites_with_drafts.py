@@ -25,8 +25,11 @@ SUITES: Mapping[str, str] = MappingProxyType(
         "faults": "tests/faults",
     }
 )
-OTHER_MODELS = ("stories", "trace")
-"""Suites without the demo model."""
+LEFT_OUT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"mtp": ("stories", "trace"), "suffix": ("trace",), "draft_model": ("trace",)}
+)
+"""Suites that do not suit a method: without the demo model, whose place another one takes with ``mtp``; and one that
+expects 20 preemptions, of which drafts save some where they are right often."""
 COUNT_STEPS = (
     "tests/jaxserve/test_engine_stories.py::test_streamed_text_adds_up_to_the_whole",
     "tests/jaxserve/test_engine_stories.py::test_metrics_count_tokens_and_requests",
@@ -42,17 +45,13 @@ COUNT_PARTS_OF_PAGES = (
     f"{FEATURES}::test_beams_share_pages",
 )
 """Tests that expect prefix hits to end within a page, where a draft head has no state of the last token."""
-COUNT_PREEMPTIONS = (f"{SUITES['trace']}::test_a_trace_with_too_few_pages[data=1]",)
-"""Tests that expect 20 preemptions, of which drafts from past outputs save a few."""
 OF_THE_DEMO_MODEL = (
     f"{FEATURES}::test_beams_are_those_of_a_search_with_the_whole_model",
     f"{FEATURES}::test_a_beam_ends_with_its_text",
     f"{SUITES['request mix']}::test_accuracy_holds_at_every_concurrency",
 )
-"""Tests of what the demo model answers, whose place another one takes with ``mtp``."""
-CASES = [
-    (suite, method) for suite in SUITES for method in drafting.METHODS if method != "mtp" or suite not in OTHER_MODELS
-]
+"""Tests of what the demo model answers."""
+CASES = [(suite, method) for suite in SUITES for method in drafting.METHODS if suite not in LEFT_OUT.get(method, ())]
 
 
 @pytest.mark.parametrize(("suite", "method"), CASES)
@@ -60,7 +59,7 @@ def test_a_suite_passes_with_drafts(suite: str, method: str, repository: Path) -
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", SUITES[suite], "--speculation", method]
     command += ["-m", "slow or not slow"]
     left_out = COUNT_STEPS + (COUNT_PARTS_OF_PAGES if method in ("eagle3", "mtp") else ())
-    left_out += {"mtp": OF_THE_DEMO_MODEL, "suffix": COUNT_PREEMPTIONS}.get(method, ())
+    left_out += OF_THE_DEMO_MODEL if method == "mtp" else ()
     without_worker = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     run = subprocess.run(
         [*command, *(f"--deselect={test}" for test in left_out)],
