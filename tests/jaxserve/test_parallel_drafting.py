@@ -128,6 +128,7 @@ def test_drafts_are_those_of_the_whole_text_with_mask_tokens_behind(another: Pat
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_draft_model_changes_no_answer_in_one_pass(with_another: Engine, expected: list[Any]) -> None:
     assert content(answers(with_another, PLAIN + OTHERS)) == expected
     num_drafts, num_accepted = counts(with_another)
@@ -151,6 +152,7 @@ def test_first_drafts_of_the_model_itself_are_always_right(
     engine.close()
 
 
+@pytest.mark.slow
 def test_first_drafts_are_right_however_many_there_are(
     itself: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

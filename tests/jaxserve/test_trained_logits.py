@@ -90,7 +90,7 @@ READINGS = {
 }
 
 
-@pytest.mark.parametrize("method", READINGS)
+@pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
 def test_a_trained_head_drafts_what_its_files_say(method: str) -> None:
     """After each token of a text, from the target's states before it; and after a token that it has drafted itself."""
     read, model, directory = READINGS[method]
