@@ -1,18 +1,30 @@
 """The update of a gated delta net with the rule in a Pallas-Triton kernel."""
 
 import dataclasses
+import functools
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import delta_net_xla
+from pallas_kernels import delta_net_xla, recurrent_triton, recurrent_xla
 from pallas_kernels.delta_net import DeltaNetSizes, DeltaNetWeights
-from pallas_kernels.recurrent_states import StateRows, States
-from pallas_kernels.recurrent_triton import TritonStates
+from pallas_kernels.recurrent_states import StateRows, States, copy_states
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonDeltaNet(TritonStates):
+class TritonDeltaNet:
     """The update, with a kernel that is compiled for NVIDIA GPUs or interpreted anywhere."""
+
+    is_interpreted: bool = False
+
+    state_shape = staticmethod(recurrent_xla.state_shape)
+    to_layout = staticmethod(recurrent_xla.to_layout)
+    from_layout = staticmethod(recurrent_xla.from_layout)
+    copy_states = staticmethod(copy_states)
+
+    def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
+        """Return why it cannot run on such a device, or None."""
+        num_keys = sizes.get("key_dim", 1)
+        return recurrent_triton.unsupported(self.is_interpreted, platform, device_kind, dtype, num_keys)
 
     def update(
         self,
@@ -25,7 +37,8 @@ class TritonDeltaNet(TritonStates):
         eps: float,
     ) -> tuple[Float[Array, "T inner"], States]:
         """Compute the layer's tokens and update its states; see ``DeltaNetKernel.update``."""
-        return delta_net_xla.update_by(self.update_states, projected, weights, states, rows, sizes, eps)
+        update_states = functools.partial(recurrent_triton.update_states, is_interpreted=self.is_interpreted)
+        return delta_net_xla.update_by(update_states, projected, weights, states, rows, sizes, eps)
 
 
 TRITON = TritonDeltaNet()

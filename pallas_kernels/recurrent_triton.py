@@ -1,11 +1,10 @@
-"""The rule of recurrent states in one Pallas-Triton kernel, and what its two operations share.
+"""The rule of recurrent states in one Pallas-Triton kernel, which two operations share.
 
 A program keeps some values of one head's state in registers while the tokens of a row pass over it one by one:
 a decode step reads and writes each state once, and a token's results depend on its row alone. Convolutions, gates and
 norms are left to XLA.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -16,9 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import recurrent_xla
 from pallas_kernels.attention_tiles import require_indexable
-from pallas_kernels.recurrent_states import StateRows, copy_states
+from pallas_kernels.recurrent_states import StateRows
 from pallas_kernels.recurrent_xla import RuleTokens
 
 _MOST_VALUES = 32  # of a state's columns that a program has
@@ -26,48 +24,43 @@ _MOST_KEYS = 256
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-@dataclasses.dataclass(frozen=True)
-class TritonStates:
-    """The kernel, compiled for NVIDIA GPUs or interpreted anywhere."""
+def unsupported(is_interpreted: bool, platform: str, device_kind: str, dtype: str, num_keys: int) -> str | None:
+    """Return why the kernel cannot run on such a device with such states, or None."""
+    if not is_interpreted and (platform not in ("gpu", "cuda") or "NVIDIA" not in device_kind):
+        return "needs an NVIDIA GPU"
+    if num_keys > _MOST_KEYS:
+        return f"a state must have at most {_MOST_KEYS} keys, not {num_keys}"
+    return None if dtype in _DTYPES else f"projections must be {', '.join(_DTYPES)}, not {dtype}"
 
-    is_interpreted: bool = False
 
-    state_shape = staticmethod(recurrent_xla.state_shape)
-    to_layout = staticmethod(recurrent_xla.to_layout)
-    from_layout = staticmethod(recurrent_xla.from_layout)
-    copy_states = staticmethod(copy_states)
-
-    def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
-        """Return why it cannot run on such a device, or None."""
-        if not self.is_interpreted and (platform not in ("gpu", "cuda") or "NVIDIA" not in device_kind):
-            return "needs an NVIDIA GPU"
-        if sizes.get("key_dim", sizes.get("state_dim", 1)) > _MOST_KEYS:
-            return f"a state must have at most {_MOST_KEYS} keys"
-        return None if dtype in _DTYPES else f"projections must be {', '.join(_DTYPES)}, not {dtype}"
-
-    def update_states(
-        self, tokens: RuleTokens, state: Float[Array, "P heads keys values"], rows: StateRows, *, is_delta: bool
-    ) -> tuple[Float[Array, "T heads values"], Float[Array, "P heads keys values"]]:
-        """Update states by every token of each row, in order; see ``recurrent_xla.UpdateStates``."""
-        require_indexable(state)
-        num_tokens, num_heads, num_values = tokens.value.shape
-        layout = _Layout(num_heads // tokens.key.shape[1], state.shape[2], num_values, is_delta)
-        call = pl.pallas_call(
-            functools.partial(_kernel, layout=layout),
-            out_shape=(
-                jax.ShapeDtypeStruct(tokens.value.shape, jnp.float32),
-                jax.ShapeDtypeStruct(state.shape, state.dtype),
-            ),
-            grid=(rows.lens.shape[0], num_heads, pl.cdiv(num_values, layout.block)),
-            input_output_aliases={0: 1},
-            compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-            interpret=self.is_interpreted,
-            name="recurrent_update",
-        )
-        fields = tuple(field.astype(jnp.int32) for field in rows)
-        results, state = call(state, fields, tuple(tokens))
-        is_used = jnp.arange(num_tokens) < rows.num_tokens
-        return jnp.where(is_used[:, None, None], results, 0), state
+def update_states(
+    tokens: RuleTokens,
+    state: Float[Array, "P heads keys values"],
+    rows: StateRows,
+    *,
+    is_delta: bool,
+    is_interpreted: bool,
+) -> tuple[Float[Array, "T heads values"], Float[Array, "P heads keys values"]]:
+    """Update states by every token of each row, in order; see ``recurrent_xla.UpdateStates``."""
+    require_indexable(state)
+    num_tokens, num_heads, num_values = tokens.value.shape
+    layout = _Layout(num_heads // tokens.key.shape[1], state.shape[2], num_values, is_delta)
+    call = pl.pallas_call(
+        functools.partial(_kernel, layout=layout),
+        out_shape=(
+            jax.ShapeDtypeStruct(tokens.value.shape, jnp.float32),
+            jax.ShapeDtypeStruct(state.shape, state.dtype),
+        ),
+        grid=(rows.lens.shape[0], num_heads, pl.cdiv(num_values, layout.block)),
+        input_output_aliases={0: 1},
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=is_interpreted,
+        name="recurrent_update",
+    )
+    fields = tuple(field.astype(jnp.int32) for field in rows)
+    results, state = call(state, fields, tuple(tokens))
+    is_used = jnp.arange(num_tokens) < rows.num_tokens
+    return jnp.where(is_used[:, None, None], results, 0), state
 
 
 class _Layout(NamedTuple):

@@ -24,6 +24,9 @@ CASES = {
     "grouped_matmul": "one_row",
     "linear": "rows_1_bf16",
     "argmax": "one_row",
+    "delta_net": "wide_bf16",
+    "mamba2": "wide_bf16",
+    "short_convolution": "ragged_bf16",
 }
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import delta_net, mamba2, native_library, registry, short_convolution
+from pallas_kernels import delta_net, mamba2, native_library, recurrent_triton, registry, short_convolution
 from pallas_kernels.recurrent_states import Convolution, States
 from tests.pallas_kernels.test_broken_kernels import Fault, assert_noticed, replaced
 
@@ -124,3 +124,39 @@ def test_broken_update_is_noticed(monkeypatch, name, row, fault):
     before = (BEFORE | weight_faults(name)).get(fault)
     implementation = registry.load(name, row)
     assert_noticed(monkeypatch, name, row, CASES[name], broken_update(implementation, before, AFTER.get(fault)))
+
+
+def of_another(token: int = 0, head: int = 0) -> Fault:
+    """Return a fault of the Pallas kernel: a program reads what belongs to an earlier token, or to a head before."""
+
+    def make(apply_rule):
+        def broken(state, tokens_ref, own_token, own_head, lanes, layout):
+            own_token, own_head = jnp.maximum(own_token - token, 0), jnp.maximum(own_head - head, 0)
+            return apply_rule(state, tokens_ref, own_token, own_head, lanes, layout)
+
+        return broken
+
+    return replaced(recurrent_triton, "_apply_rule", make)
+
+
+def wrong_tile(change: Callable[[Any, Any], Any]) -> Fault:
+    """Return a fault of the Pallas kernel: a program has the state of another page or head."""
+
+    def make(tile):
+        return lambda ref, page, head, lanes: tile(ref, *change(page, head), lanes)
+
+    return replaced(recurrent_triton, "_tile", make)
+
+
+TRITON_FAULTS: dict[str, Fault] = {
+    "token_before": of_another(token=1),
+    "head_before": of_another(head=1),
+    "state_of_the_head_before": wrong_tile(lambda page, head: (page, jnp.maximum(head - 1, 0))),
+    "another_page": wrong_tile(lambda page, head: (jnp.where(page == 2, 3, page), head)),
+}
+
+
+@pytest.mark.parametrize("fault", TRITON_FAULTS)
+@pytest.mark.parametrize("name", ["delta_net", "mamba2"])
+def test_broken_triton_kernel_is_noticed(monkeypatch, name, fault):
+    assert_noticed(monkeypatch, name, "pallas-interpret", CASES[name], TRITON_FAULTS[fault])

@@ -542,6 +542,8 @@ CHILD = textwrap.dedent("""
     from pallas_kernels import paged_attention_native as native, qkv_write_native, truncation_native
     from pallas_kernels import grouped_matmul, grouped_matmul_native, quantized_linear, quantized_linear_native
     from pallas_kernels import quantized_grouped_matmul, quantized_grouped_matmul_native
+    from pallas_kernels import delta_net, delta_net_native, mamba2, mamba2_native
+    from pallas_kernels import short_convolution, short_convolution_native
     wanted, *path = sys.argv[1:]
     if path:
         native_library.PATH = Path(path[0])
@@ -560,9 +562,11 @@ CHILD = textwrap.dedent("""
     others["grouped_matmul"] = grouped_matmul, grouped_matmul_native
     others["quantized_linear"] = quantized_linear, quantized_linear_native
     others["quantized_grouped_matmul"] = quantized_grouped_matmul, quantized_grouped_matmul_native
+    others |= {"delta_net": (delta_net, delta_net_native), "mamba2": (mamba2, mamba2_native)}
+    others["short_convolution"] = short_convolution, short_convolution_native
     for name, (other, module) in (others | {"truncation": (truncation, truncation_native)}).items():
         for case_name, case in other.CASES.items():
-            if other.dtype(case) == "float16":
+            if module.unsupported("cpu", "cpu", other.dtype(case), **other.sizes(case)) is not None:
                 continue
             inputs = other.make_inputs(case, jax.random.key(1))
             found = other.run(module, case, other.prepare(module, case, inputs))

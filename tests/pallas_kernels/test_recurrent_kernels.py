@@ -56,7 +56,7 @@ def prepared_inputs(name: str, row: str) -> Any:
 
 def arrays_of(prepared: Any) -> tuple[jax.Array, ...]:
     """The arrays of state pages."""
-    return tuple(prepared.states) if hasattr(prepared, "states") else (prepared.tail,)
+    return (prepared.tail,) if isinstance(prepared, short_convolution.Inputs) else tuple(prepared.states)
 
 
 def with_arrays(prepared: Any, arrays: tuple[jax.Array, ...]) -> Any:
