@@ -4,7 +4,7 @@ A checkpoint may have a layer's matrices in another arrangement than Hugging Fac
 row, queries, keys and values in one matrix. A ``View`` reads a box of a tensor from those that have its elements.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -59,6 +59,10 @@ class ArrangedReader(BaseReader):
             **{name: info for name, info in reader.tensors.items() if name not in used},
             **{name: view.info for name, view in self._views.items()},
         }
+
+    def update(self, names: Collection[str]) -> None:
+        """Show some tensors as the inner reader now has them."""
+        self.tensors = {**self.tensors, **{name: self.inner.tensors[name] for name in names}}
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Return a box of a tensor as a new array.

@@ -28,6 +28,7 @@ ALIGNMENT_BYTES = 64
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SOURCE_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), _BFLOAT16, np.dtype(np.float64))
 TARGET_DTYPES = SOURCE_DTYPES[:3]
+_RECORDS = np.dtype(np.uint8)  # of quantized tensors, which are not converted
 
 
 class _Copy(NamedTuple):
@@ -119,7 +120,7 @@ def _load(
     reader: CheckpointReader, recipe: TensorRecipe, target: np.dtype, sharding: jax.sharding.Sharding, stored: Stored
 ) -> dict[str, jax.Array]:
     """Load the arrays that store one parameter."""
-    _check_sources(reader, recipe)
+    _check_sources(reader, recipe, target)
     owners: dict[Bounds, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(recipe.shape).items():
         bounds = index_bounds(() if index is None else index, recipe.shape)
@@ -137,20 +138,21 @@ def _load(
 
 def _checked_target(dtype: DTypeLike) -> np.dtype:
     target = np.dtype(dtype)
-    if target not in TARGET_DTYPES:
+    if target not in (*TARGET_DTYPES, _RECORDS):
         raise CheckpointError(f"cannot load weights as {target}; supported: {_names(TARGET_DTYPES)}")
     return target
 
 
-def _check_sources(reader: CheckpointReader, recipe: TensorRecipe) -> None:
+def _check_sources(reader: CheckpointReader, recipe: TensorRecipe, target: np.dtype) -> None:
     for name, shape in recipe.sources:
         info = reader.tensors.get(name)
         if info is None:
             raise CheckpointError(f"tensor {name!r} is not in the checkpoint")
         if info.shape != shape:
             raise CheckpointError(f"tensor {name!r} has shape {list(info.shape)}, expected {list(shape)}")
-        if info.dtype not in SOURCE_DTYPES:
-            raise CheckpointError(f"tensor {name!r} is stored as {info.dtype}, expected {_names(SOURCE_DTYPES)}")
+        expected = (_RECORDS,) if target == _RECORDS else SOURCE_DTYPES
+        if info.dtype not in expected:
+            raise CheckpointError(f"tensor {name!r} is stored as {info.dtype}, expected {_names(expected)}")
 
 
 def _names(dtypes: tuple[np.dtype, ...]) -> str:

@@ -6,7 +6,7 @@ checkpoint stores as `[in, out]` (GPT-2): the model's are `[out, in]`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +49,35 @@ class TensorRecipe:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     sources: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def in_records(self, span: int, num_bytes: Mapping[str, int]) -> "TensorRecipe":
+        """Return the recipe of the same rows as rows of records, each of ``span`` columns.
+
+        The sources are then records too, and none is transposed. Rows of smaller records end before the last column.
+
+        Args:
+            span: Columns of a record.
+            num_bytes: Bytes of a record of each source.
+        """
+
+        def turned(places: tuple[int, ...], size: int, is_transposed: bool = False) -> tuple[int, ...]:
+            *leading, rows, columns = places
+            rows, columns = (columns, rows) if is_transposed else (rows, columns)
+            assert columns % span == 0, (places, span)
+            return (*leading, rows, columns // span * size)
+
+        pieces = tuple(
+            Piece(
+                piece.source,
+                turned(piece.source_start, num_bytes[piece.source], piece.is_transposed),
+                turned(piece.target_start, num_bytes[piece.source]),
+                turned(piece.shape, num_bytes[piece.source]),
+            )
+            for piece in self.pieces
+        )
+        is_transposed = {piece.source: piece.is_transposed for piece in self.pieces}
+        sources = tuple((name, turned(shape, num_bytes[name], is_transposed[name])) for name, shape in self.sources)
+        return TensorRecipe(turned(self.shape, max(num_bytes.values())), pieces, sources)
 
     def __post_init__(self) -> None:
         source_shapes = dict(self.sources)

@@ -21,7 +21,7 @@ _PANEL = 1 << _PANEL_BITS
 _GATES = 16  # of a gated weight's panel; then come the outputs that they multiply
 _PAIRS_MULTIPLE = 32  # of features in bfloat16, so that tiles are whole
 _ALIGNMENT_BYTES = 64
-_ACTIVATIONS = {None: 0, "silu": 1, "gelu": 2, "gelu_new": 3, "gelu_pytorch_tanh": 3, "relu": 4}
+ACTIVATION_CODES = {None: 0, "silu": 1, "gelu": 2, "gelu_new": 3, "gelu_pytorch_tanh": 3, "relu": 4}
 _DTYPES = ("float32", "bfloat16")
 
 
@@ -37,10 +37,15 @@ def unsupported(platform: str, device_kind: str, dtype: str, **sizes: int) -> st
 
 def packed_shape(outer: int, inner: int, dtype: str, is_gated: bool = False) -> tuple[int, ...]:
     """Return the shape of a packed weight; see ``linear.LinearKernel``."""
-    panels = -(-outer // 2 // _GATES) if is_gated else -(-outer // _PANEL)
+    panels = num_panels(outer, is_gated)
     if jnp.dtype(dtype) == jnp.float32:
         return panels, inner, _PANEL, 1
     return panels, -(-inner // _PAIRS_MULTIPLE) * _PAIRS_MULTIPLE // 2, _PANEL, 2
+
+
+def num_panels(outer: int, is_gated: bool) -> int:
+    """Return the panels of a weight with so many outputs."""
+    return -(-outer // 2 // _GATES) if is_gated else -(-outer // _PANEL)
 
 
 def pack(weight: Float[np.ndarray, "outer inner"], is_gated: bool = False) -> Float[np.ndarray, "panels steps 32 kp"]:
@@ -88,7 +93,7 @@ def matmul(
         residual,
         jnp.int32(x.shape[0]) if num_rows is None else num_rows,
         num_in=np.int32(x.shape[1]),
-        activation=np.int32(_ACTIVATIONS[fused.activation]),
+        activation=np.int32(ACTIVATION_CODES[fused.activation]),
         eps=np.float32(0.0 if fused.norm is None else fused.norm.eps),
         scale=np.float32(fused.scale),
     )

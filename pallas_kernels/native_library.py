@@ -2,8 +2,8 @@
 
 ``setup.py`` builds it from ``pallas_kernels/native`` into this folder. It runs on x86-64 Linux with AVX2 or AVX-512,
 which is decided when it is loaded, and with AMX, or AMD's products of bfloat16, where the CPU has them; elsewhere
-``unavailable`` says why there is none. ``JAXSERVE_MAX_CPU_ISA`` (avx2, avx512, avx512bf16 or amx) keeps it to older
-instructions, for the same bits on other machines.
+``unavailable`` says why there is none. ``JAXSERVE_MAX_CPU_ISA`` (avx2, avx512, avx512_vnni, avx512bf16 or
+amx) keeps it to older instructions, for the same bits on other machines.
 """
 
 import ctypes
@@ -14,14 +14,14 @@ from pathlib import Path
 
 import jax
 
-VERSION = 18  # of handlers.c
+VERSION = 20  # of handlers.c
 PATH = Path(__file__).with_name("libjaxserve_native.so")
-_INSTRUCTIONS = ("neither AVX2 nor AVX-512", "avx2", "avx512", "avx512bf16", "amx")
+_INSTRUCTIONS = ("neither AVX2 nor AVX-512", "avx2", "avx512", "avx512_vnni", "avx512bf16", "amx")
 _LIMIT = "JAXSERVE_MAX_CPU_ISA"
 _HANDLERS = (
     *("attend", "attend_latents", "write_kv", "write_latents", "qkv_write", "copy_pages"),
     *("linear", "grouped_matmul", "argmax", "truncation"),
-    *("delta_net", "mamba2", "short_convolution"),
+    *("quantized_linear", "quantized_grouped_matmul", "quantized_rows"),
 )
 
 
@@ -69,8 +69,8 @@ def library() -> ctypes.CDLL:
 
 
 def instructions() -> str:
-    """Name the newest instructions that the kernels use here: ``avx2``, ``avx512``, ``avx512bf16`` (AMD's, with
-    products of bfloat16), or ``amx`` (AVX-512 with tiles)."""
+    """Name the newest instructions that the kernels use here: ``avx2``, ``avx512``, ``avx512_vnni`` (with
+    products of 8 bits), ``avx512bf16`` (AMD's, with those of bfloat16 too), or ``amx`` (with tiles)."""
     return _INSTRUCTIONS[min(library().jaxserve_instructions(), _INSTRUCTIONS.index(_limit()))]
 
 

@@ -23,6 +23,14 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "native": "pallas_kernels.linear_native",
         "xla": "pallas_kernels.linear_xla",
     },
+    "quantized_linear": {
+        "native": "pallas_kernels.quantized_linear_native",
+        "xla": "pallas_kernels.quantized_linear_xla",
+    },
+    "quantized_grouped_matmul": {
+        "native": "pallas_kernels.quantized_grouped_matmul_native",
+        "xla": "pallas_kernels.quantized_grouped_matmul_xla",
+    },
     "argmax": {
         "native": "pallas_kernels.argmax_native",
         "xla": "pallas_kernels.argmax_xla",

@@ -12,6 +12,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, group_indices, info_of
 from checkpoints.quantized.planes import Planes
+from checkpoints.quantized.records import Records
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
@@ -76,7 +77,9 @@ class Awq:
                 columns=groups,
             )
 
-        return QuantizedTensor((num_outputs, num_inputs), stored, planes, is_column_major=True)
+        kind = reader.tensors[scales].dtype.name
+        records = Records("uint4", group, kind, zeros="uint8")
+        return QuantizedTensor((num_outputs, num_inputs), stored, planes, is_column_major=True, records=lambda: records)
 
 
 def _read_codes(reader: CheckpointReader, stored: str, inputs: slice, outputs: slice) -> np.ndarray:

@@ -18,6 +18,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, info_of
 from checkpoints.quantized.planes import Planes, halves_of
+from checkpoints.quantized.records import Records
 from checkpoints.quantized.settings import Settings, loads_bitsandbytes
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
@@ -84,7 +85,7 @@ def _open_int8(stored: tuple[str, ...], reader: CheckpointReader) -> QuantizedTe
         largest = reader.read(scale, (box.rows,))
         return Planes(reader.read(weight, (box.rows, box.columns)), (largest / np.float32(127))[:, None])
 
-    return QuantizedTensor((shape[0], shape[1]), (), planes)
+    return QuantizedTensor((shape[0], shape[1]), (), planes, records=lambda: Records("int8"))
 
 
 def _open_four_bits(name: str, state_name: str, reader: CheckpointReader) -> QuantizedTensor:
@@ -133,7 +134,11 @@ def _open_four_bits(name: str, state_name: str, reader: CheckpointReader) -> Qua
         each = scales[np.arange(start, stop) // state.block - first]  # blocks run on from row to row
         return Planes(codes, each.reshape(-1, columns)[:, box.columns], table=table, blocks=blocks)
 
-    return QuantizedTensor(state.shape, (), planes)
+    def records() -> Records | None:
+        whole_blocks = columns % state.block == 0
+        return Records("uint4", state.block, table=tuple(map(float, table))) if whole_blocks else None
+
+    return QuantizedTensor(state.shape, (), planes, records=records)
 
 
 def _read_state(stored: str, reader: CheckpointReader) -> _State:

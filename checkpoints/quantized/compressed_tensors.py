@@ -24,6 +24,7 @@ from checkpoints.quantized.format import (
     read_number,
 )
 from checkpoints.quantized.planes import Planes, read_codes, read_packed
+from checkpoints.quantized.records import Records
 from checkpoints.quantized.scaled import ACTIVATION_SCALES, SCALE_DTYPES, open_scaled
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
@@ -69,6 +70,7 @@ class CompressedTensors:
                 "rotated weights (transform_config) are not supported; export the model without transforms"
             )
         self.quantizes_activations = any(part.fields.get("input_activations") for part in parts)
+        self._rounds_rows = bool(parts) and all(map(_rounds_rows, parts))
         weights = [part.nested("weights") for part in parts]
         given = [part for part in weights if part.fields]
         self._has_zeros = bool(given) and not any(part.flag("symmetric", True) for part in given)
@@ -104,7 +106,7 @@ class CompressedTensors:
         group = next((block for block in self._blocks if scales[-2:] == _grid(shape, block)), None)
         if group is None and len(scales) > 1 and scales[-1] > 1:
             group = (1, self._group_size(scale, shape[-1], scales[-1]))
-        return open_scaled(reader, _NAME, weight, scale, group, zero)
+        return open_scaled(reader, _NAME, weight, scale, group, zero, self._rounds_rows)
 
     def _group_size(self, stored: str, num_inputs: int, num_groups: int) -> int:
         """Return the size of groups along the inputs, of which there are ``num_groups``."""
@@ -118,17 +120,22 @@ class CompressedTensors:
             f"group_size of config_groups gives: {', '.join(map(str, self._group_sizes)) or 'none'}"
         )
 
+    def _num_bits(self, packed: str, num_inputs: int, num_words: int) -> int:
+        """Return the size of codes of which ``num_words`` words hold ``num_inputs``."""
+        for bits in self._bits:
+            if bits <= 8 and -(-num_inputs * bits // _WORD) == num_words:
+                return bits
+        raise CheckpointError(
+            f"tensor {packed!r} (compressed-tensors) has {num_words} words for {num_inputs} inputs, which no "
+            f"num_bits of config_groups gives: {', '.join(map(str, self._bits)) or 'none'}"
+        )
+
     def _open_packed(self, name: str, parts: dict[str, str], reader: CheckpointReader) -> QuantizedTensor:
         """Return a tensor of packed integers, which are stored with their zeros in an offset that cancels out."""
         packed, scale = parts["weight_packed"], parts.get("weight_scale", f"{name}_scale")
         num_outputs, num_inputs = _logical_shape(name, parts, reader)
         num_words = info_of(reader, _NAME, packed).shape[-1]
-        bits = next((b for b in range(1, 9) if -(-num_inputs * b // _WORD) == num_words and b in self._bits), None)
-        if bits is None:
-            raise CheckpointError(
-                f"tensor {packed!r} (compressed-tensors) has {num_words} words for {num_inputs} inputs, which no "
-                f"num_bits of config_groups gives: {', '.join(map(str, self._bits)) or 'none'}"
-            )
+        bits = self._num_bits(packed, num_inputs, num_words)
         scales_shape = info_of(reader, _NAME, scale).shape
         num_groups = scales_shape[-1] if len(scales_shape) == 2 else 1
         group = self._group_size(scale, num_inputs, num_groups)
@@ -168,7 +175,34 @@ class CompressedTensors:
             columns = None if scales.shape[1] == 1 else groups - needed.start
             return Planes(codes, scales, zeros, columns=columns, blocks=blocks)
 
-        return QuantizedTensor((num_outputs, num_inputs), (), planes, check=group_of)
+        def records() -> Records | None:
+            kind = reader.tensors[scale].dtype.name
+            return _packed_records(bits, group, group_of(), kind, has_zeros=zero is not None)
+
+        return QuantizedTensor((num_outputs, num_inputs), (), planes, check=group_of, records=records)
+
+
+def _rounds_rows(group: Settings) -> bool:
+    """Return whether a group of ``config_groups`` rounds activations to 8 bits, each row by its largest magnitude."""
+    inputs = group.nested("input_activations")
+    return (
+        inputs.fields.get("num_bits") == 8
+        and inputs.text("type", "int") == "int"
+        and inputs.flag("symmetric", True)
+        and inputs.fields.get("dynamic") is True
+        and inputs.text("strategy", "token") == "token"
+    )
+
+
+def _packed_records(bits: int, group: int, group_of: np.ndarray, scales: str, has_zeros: bool) -> Records | None:
+    """Return what rows of records of packed integers hold; None for groups in another order than the inputs."""
+    num_inputs = len(group_of)
+    if not np.array_equal(group_of, np.arange(num_inputs) // group):
+        return None
+    values, own = "uint4" if bits <= 4 else "uint8", 0 if group == num_inputs else group
+    if has_zeros:
+        return Records(values, own, scales, zeros="uint8")
+    return Records(values, own, scales, 1 << (bits - 1))
 
 
 def _read_zeros(reader: CheckpointReader, stored: str, rows: slice, groups: slice, bits: int) -> np.ndarray:
@@ -186,12 +220,14 @@ def _open_float4(name: str, parts: dict[str, str], reader: CheckpointReader) -> 
     _matrix_shape(packed, reader)
     if overall is None:
         dtypes = (_UINT8[0], _E8M0)
-        return open_float4(reader, _NAME, packed, scale, MXFP4_GROUP, dtypes, lambda each: powers_of_two(each, scale))
+        return open_float4(
+            reader, _NAME, packed, scale, MXFP4_GROUP, dtypes, lambda each: powers_of_two(each, scale), "float8_e8m0fnu"
+        )
     divisor = read_number(reader, _NAME, overall)
     if not np.isfinite(divisor) or divisor == 0:
         raise CheckpointError(f"tensor {overall!r} (compressed-tensors) is {divisor}, expected a finite number but 0")
     return open_float4(
-        reader, _NAME, packed, scale, NVFP4_GROUP, (_E4M3,), lambda each: each.astype(np.float32) / divisor
+        reader, _NAME, packed, scale, NVFP4_GROUP, (_E4M3,), lambda each: each.astype(np.float32) / divisor, "float32"
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, info_of
 from checkpoints.quantized.planes import Planes, halves_of
+from checkpoints.quantized.records import Records
 from checkpoints.reader import CheckpointReader
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -45,6 +46,7 @@ def open_float4(
     group: int,
     scale_dtypes: Collection[np.dtype],
     decode_scales: Callable[[np.ndarray], np.ndarray],
+    scales: str,
 ) -> QuantizedTensor:
     """Return a matrix of four-bit floats.
 
@@ -56,6 +58,7 @@ def open_float4(
         group: Columns of a group.
         scale_dtypes: Expected dtypes of the scales.
         decode_scales: Converts stored scales to float32.
+        scales: Type that holds these exactly.
 
     Raises:
         CheckpointError: Another shape or dtype.
@@ -71,7 +74,14 @@ def open_float4(
     def planes(box: Box) -> Planes:
         return read_float4(lambda r, c: reader.read(packed, (r, c)), read_scales, box.rows, box.columns, group)
 
-    return QuantizedTensor((rows, 2 * num_bytes), (packed, scale), planes)
+    return QuantizedTensor(
+        (rows, 2 * num_bytes), (packed, scale), planes, records=lambda: float4_records(group, scales)
+    )
+
+
+def float4_records(group: int, scales: str, is_transposed: bool = False) -> Records:
+    """Return what rows of records of four-bit floats hold; arguments are those of ``open_float4`` and ``Records``."""
+    return Records("uint4", group, scales, table=tuple(map(float, E2M1)), is_transposed=is_transposed)
 
 
 def read_float4(

@@ -9,6 +9,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.planes import Planes
+from checkpoints.quantized.records import Records
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
 
@@ -30,6 +31,7 @@ class QuantizedTensor(NamedTuple):
         planes: Reads a box, not decoded.
         is_column_major: Whether columns are contiguous in the file, so that cutting along them is cheap.
         check: Checks what is read only when boxes are, such as the order of groups; None: there is nothing.
+        records: Returns what its rows of records hold; None, or a function that does: it is only read decoded.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class QuantizedTensor(NamedTuple):
     planes: Callable[[Box], Planes]
     is_column_major: bool = False
     check: Callable[[], object] | None = None
+    records: Callable[[], Records | None] | None = None
 
 
 @runtime_checkable

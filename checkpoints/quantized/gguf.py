@@ -13,7 +13,7 @@ import numpy as np
 from checkpoints.arranged import ArrangedReader
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, group_indices
-from checkpoints.quantized.gguf_blocks import planes_of
+from checkpoints.quantized.gguf_blocks import planes_of, records_of
 from checkpoints.quantized.gguf_file import GgufFiles
 from checkpoints.quantized.gguf_names import Source, architecture_of, scale_of, sources
 from checkpoints.quantized.gguf_types import GgufType
@@ -151,4 +151,5 @@ class Gguf:
                 scales=found.scales * (factors[box.leading[0]] if factors.size > 1 else factors.reshape(()))
             )
 
-        return QuantizedTensor((*rows, row_bytes // kind.num_bytes * kind.block), stored, planes)
+        shape = (*rows, row_bytes // kind.num_bytes * kind.block)
+        return QuantizedTensor(shape, stored, planes, records=lambda: records_of(kind, factors is not None))

@@ -14,7 +14,8 @@ import numpy as np
 from checkpoints.quantized.format import group_indices
 from checkpoints.quantized.gguf_grids import grid
 from checkpoints.quantized.gguf_types import GgufType
-from checkpoints.quantized.planes import Blocks, Fields, Planes, bit_fields
+from checkpoints.quantized.planes import Blocks, Factored, Fields, Planes, bit_fields
+from checkpoints.quantized.records import Records
 
 
 class Unpacked(NamedTuple):
@@ -25,12 +26,14 @@ class Unpacked(NamedTuple):
         scales: float32 [N, groups]; a group is a run of elements, all of one length.
         biases: float32, like the scales; None for none.
         table: float32 value of each code; None: the codes are the values.
+        factored: What scales and biases were computed from, [N, groups]; None: they are stored themselves.
     """
 
     codes: np.ndarray | Blocks
     scales: np.ndarray
     biases: np.ndarray | None = None
     table: np.ndarray | None = None
+    factored: Factored | None = None
 
 
 _E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
@@ -46,6 +49,21 @@ def _split(blocks: np.ndarray, *sizes: int) -> list[np.ndarray]:
     """Return the parts of blocks, of these sizes in bytes, each contiguous."""
     ends = np.cumsum(sizes)
     return [np.ascontiguousarray(blocks[:, end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+
+
+def _with_factors(
+    codes: Blocks,
+    d: np.ndarray,
+    scales: np.ndarray,
+    dmin: np.ndarray | None = None,
+    mins: np.ndarray | None = None,
+    table: np.ndarray | None = None,
+) -> Unpacked:
+    """Return blocks whose scales are integers times ``d``, and whose biases are integers times minus ``dmin``."""
+    if dmin is None or mins is None:
+        return Unpacked(codes, d * scales, None, table, Factored(scales, np.broadcast_to(d, scales.shape)))
+    factored = Factored(scales, np.broadcast_to(d, scales.shape), mins, np.broadcast_to(-dmin, mins.shape))
+    return Unpacked(codes, d * scales, -(dmin * mins), table, factored)
 
 
 def _half(data: np.ndarray) -> np.ndarray:
@@ -83,14 +101,14 @@ def _q8_0(blocks: np.ndarray) -> Unpacked:
 def _q2_k(blocks: np.ndarray) -> Unpacked:
     # A byte for each group of 16: the low nibble is the scale, the high one the offset.
     scales, d, dmin = blocks[:, :16], _half(blocks[:, 80:82]), _half(blocks[:, 82:])
-    return Unpacked(Blocks(Fields(16, 2, 32)), d * (scales & 15), -(dmin * (scales >> 4)))
+    return _with_factors(Blocks(Fields(16, 2, 32)), d, scales & 15, dmin, scales >> 4)
 
 
 def _q3_k(blocks: np.ndarray) -> Unpacked:
     scales, d = blocks[:, 96:108], _half(blocks[:, 108:])
     six_bits = bit_fields(scales[:, :8], 4, 8) | bit_fields(scales[:, 8:], 2, 4) << np.uint8(4)
     codes = Blocks(Fields(32, 2, 32), Fields(0, 1, 32), 4)
-    return Unpacked(codes, d * _signed(six_bits, 32))
+    return _with_factors(codes, d, _signed(six_bits, 32))
 
 
 def _scales_and_mins(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -103,19 +121,18 @@ def _scales_and_mins(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _q4_k(blocks: np.ndarray) -> Unpacked:
     scales, mins = _scales_and_mins(blocks[:, 4:16])
-    codes = Blocks(Fields(16, 4, 32))
-    return Unpacked(codes, _half(blocks[:, :2]) * scales, -(_half(blocks[:, 2:4]) * mins))
+    return _with_factors(Blocks(Fields(16, 4, 32)), _half(blocks[:, :2]), scales, _half(blocks[:, 2:4]), mins)
 
 
 def _q5_k(blocks: np.ndarray) -> Unpacked:
     scales, mins = _scales_and_mins(blocks[:, 4:16])
     codes = Blocks(Fields(48, 4, 32), high=Fields(16, 1, 32))
-    return Unpacked(codes, _half(blocks[:, :2]) * scales, -(_half(blocks[:, 2:4]) * mins))
+    return _with_factors(codes, _half(blocks[:, :2]), scales, _half(blocks[:, 2:4]), mins)
 
 
 def _q6_k(blocks: np.ndarray) -> Unpacked:
     codes = Blocks(Fields(0, 4, 64), Fields(128, 2, 32), 32)
-    return Unpacked(codes, _half(blocks[:, 208:]) * blocks[:, 192:208].view(np.int8))
+    return _with_factors(codes, _half(blocks[:, 208:]), blocks[:, 192:208].view(np.int8))
 
 
 def _ternary(data: np.ndarray, run: int, digits: int) -> np.ndarray:
@@ -158,7 +175,7 @@ def _iq4_nl(blocks: np.ndarray) -> Unpacked:
 
 def _iq4_xs(blocks: np.ndarray) -> Unpacked:
     six_bits = bit_fields(blocks[:, 4:8], 4, 1) | bit_fields(blocks[:, 2:4], 2, 1) << np.uint8(4)
-    return Unpacked(Blocks(Fields(8, 4, 16)), _half(blocks[:, :2]) * _signed(six_bits, 32), table=_IQ4)
+    return _with_factors(Blocks(Fields(8, 4, 16)), _half(blocks[:, :2]), _signed(six_bits, 32), table=_IQ4)
 
 
 def _points(name: str, indices: np.ndarray, signs: np.ndarray | None) -> np.ndarray:
@@ -281,6 +298,30 @@ UNPACK: dict[str, Callable[[np.ndarray], Unpacked]] = {
 """By the name of the type."""
 
 
+_EXACT_SCALES = dict.fromkeys(
+    ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "NVFP4", "IQ4_NL"), "float16"
+) | {"MXFP4": "bfloat16"}
+"""Types that hold the scales and biases of a type of blocks exactly, where float32 is not needed."""
+
+
+def records_of(kind: GgufType, has_factors: bool) -> Records:
+    """Return what rows of records of a type of blocks hold; with factors, scales are multiplied by other numbers."""
+    found = UNPACK[kind.name](np.zeros((1, kind.num_bytes), np.uint8))
+    scales = "float32" if has_factors else _EXACT_SCALES.get(kind.name, "float32")
+    biases, table = None if found.biases is None else scales, found.table
+    group, factors = kind.block // found.scales.shape[1], None
+    if found.factored is not None and not has_factors:
+        scales, factors = found.factored.scales.dtype.name, "float16"
+        biases = None if found.factored.biases is None else found.factored.biases.dtype.name
+    if isinstance(found.codes, Blocks) and found.codes.low.width + found.codes.high.width <= 4:
+        values = None if table is None else tuple(map(float, table))
+        own = Records("uint4", group, scales, found.codes.zero, biases=biases, table=values)
+    else:
+        assert table is None, kind
+        own = Records("int8", group, scales, biases=biases)
+    return own if factors is None else own._replace(factors=factors, factor_group=kind.block)
+
+
 def planes_of(kind: GgufType, data: np.ndarray, columns: slice) -> Planes:
     """Return a box of rows, not decoded.
 
@@ -296,6 +337,9 @@ def planes_of(kind: GgufType, data: np.ndarray, columns: slice) -> Planes:
         return values.reshape(len(data), -1)
 
     scales = in_rows(found.scales)[:, needed]
+    factored = None
+    if found.factored is not None:
+        factored = found.factored.map(lambda each: in_rows(each)[:, needed])
     biases = None if found.biases is None else in_rows(found.biases)[:, needed]
     if isinstance(found.codes, Blocks):
         blocks = found.codes._replace(
@@ -304,5 +348,5 @@ def planes_of(kind: GgufType, data: np.ndarray, columns: slice) -> Planes:
             first=columns.start,
             num_columns=columns.stop - columns.start,
         )
-        return Planes(data, scales, None, biases, found.table, columns=groups, blocks=blocks)
+        return Planes(data, scales, None, biases, found.table, columns=groups, blocks=blocks, factored=factored)
     return Planes(in_rows(found.codes)[:, columns], scales, None, biases, found.table, columns=groups)

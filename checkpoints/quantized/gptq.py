@@ -14,6 +14,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, info_of, read_groups
 from checkpoints.quantized.planes import Planes, read_codes, read_packed
+from checkpoints.quantized.records import Records
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
@@ -103,7 +104,15 @@ class Gptq:
                 blocks=blocks,
             )
 
-        return QuantizedTensor((num_outputs, num_inputs), stored, planes, is_column_major=True, check=group_of)
+        def records() -> Records | None:
+            if not np.array_equal(group_of(), np.arange(num_inputs) // group):
+                return None  # groups in another order than the inputs
+            kind = reader.tensors[scales].dtype.name
+            return Records("uint4" if bits <= 4 else "uint8", group, kind, zeros="uint8")
+
+        return QuantizedTensor(
+            (num_outputs, num_inputs), stored, planes, is_column_major=True, check=group_of, records=records
+        )
 
     def _bits_and_group(self, module: str) -> tuple[int, int]:
         """Return bits and group size of a module: those of the section, or of the entry of ``dynamic`` that matches."""

@@ -14,6 +14,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, group_indices, info_of
 from checkpoints.quantized.planes import Planes, read_codes
+from checkpoints.quantized.records import Records
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
@@ -108,4 +109,7 @@ class Mlx:
                 blocks=blocks,
             )
 
-        return QuantizedTensor((shape[-2], columns), stored, planes)
+        kinds = (reader.tensors[part].dtype.name for part in (scales, biases))
+        scale_kind, bias_kind = kinds
+        records = Records("uint4" if bits <= 4 else "uint8", group, scale_kind, biases=bias_kind)
+        return QuantizedTensor((shape[-2], columns), stored, planes, records=lambda: records)

@@ -62,6 +62,13 @@ class ModelOpt:
             )
         factor = read_number(reader, _NAME, overall[0])
         found = open_float4(
-            reader, _NAME, weight, scale, NVFP4_GROUP, _E4M3, lambda scales: scales.astype(np.float32) * factor
+            reader,
+            _NAME,
+            weight,
+            scale,
+            NVFP4_GROUP,
+            _E4M3,
+            lambda scales: scales.astype(np.float32) * factor,
+            "float32",
         )
         return found._replace(stored=stored)

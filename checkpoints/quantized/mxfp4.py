@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from checkpoints.errors import CheckpointError
-from checkpoints.quantized.float4 import MXFP4_GROUP, powers_of_two, read_float4
+from checkpoints.quantized.float4 import MXFP4_GROUP, float4_records, powers_of_two, read_float4
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, info_of
 from checkpoints.quantized.planes import Planes
 from checkpoints.quantized.settings import Settings
@@ -65,4 +65,5 @@ class Mxfp4:
             return read_float4(read_bytes, read_scales, box.columns, box.rows, MXFP4_GROUP).transposed
 
         logical = (shape[0], shape[2] * MXFP4_GROUP, shape[1])
-        return QuantizedTensor(logical, stored, planes, is_column_major=True)
+        records = float4_records(MXFP4_GROUP, "float8_e8m0fnu", is_transposed=True)
+        return QuantizedTensor(logical, stored, planes, is_column_major=True, records=lambda: records)

@@ -71,6 +71,27 @@ class Blocks(NamedTuple):
         return bit_fields(blocks[:, fields.offset : end], fields.width, fields.run)
 
 
+class Factored(NamedTuple):
+    """Scales and biases of a box as integers and the factors of groups of them, from which they are computed.
+
+    Attributes:
+        scales: Integers, [R, groups of columns].
+        scale_factors: float32, [R, groups of columns]: that of each scale.
+        biases: Integers, like the scales; None for none.
+        bias_factors: float32, like the scales; None for none.
+    """
+
+    scales: np.ndarray
+    scale_factors: np.ndarray
+    biases: np.ndarray | None = None
+    bias_factors: np.ndarray | None = None
+
+    def map(self, function: Callable[[np.ndarray], np.ndarray]) -> "Factored":
+        """Return what a function makes of each array."""
+        rest = (None if each is None else function(each) for each in (self.biases, self.bias_factors))
+        return Factored(function(self.scales), function(self.scale_factors), *rest)
+
+
 class Planes(NamedTuple):
     """A box of a quantized matrix, not decoded.
 
@@ -86,6 +107,7 @@ class Planes(NamedTuple):
         rows: Group of each row, int [R], in the scales' first axis; None: see above.
         columns: Group of each column, int [C], in the scales' second axis.
         blocks: How ``codes``, uint8 [R, bytes], holds the codes; None: it is the codes.
+        factored: What scales and biases were computed from; None: they are stored themselves.
     """
 
     codes: np.ndarray
@@ -96,6 +118,7 @@ class Planes(NamedTuple):
     rows: np.ndarray | None = None
     columns: np.ndarray | None = None
     blocks: Blocks | None = None
+    factored: Factored | None = None
 
     @property
     def unpacked(self) -> "Planes":

@@ -9,10 +9,11 @@ from checkpoints.arranged import ArrangedReader
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, Format, QuantizedTensor
 from checkpoints.quantized.planes import Planes
+from checkpoints.quantized.records import Kept, logical_index
 from checkpoints.reader import BaseReader, CheckpointReader
 from checkpoints.tensor_info import Index, TensorInfo, index_bounds
 
-_FLOAT32 = np.dtype(np.float32)
+_FLOAT32, _UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
 T = TypeVar("T")
 
 
@@ -21,7 +22,8 @@ class QuantizedReader(BaseReader):
 
     Attributes:
         format: The format of its quantized weights.
-        tensors: Shape and dtype of every tensor; float32 for those that are stored quantized.
+        tensors: Shape and dtype of every tensor; float32 for those that are stored quantized, and uint8 for those of
+            them that are kept as rows of records.
         decode: Writes decoded planes into an array, rounded to its dtype; a faster one may take its place.
 
     Args:
@@ -36,6 +38,7 @@ class QuantizedReader(BaseReader):
         self._reader = reader
         self.format = format
         self.decode: Callable[[Planes, np.ndarray], None] = Planes.decode_into
+        self._kept: dict[str, Kept] = {}
         try:
             self._quantized: dict[str, QuantizedTensor] = {
                 name: format.open(name, stored, reader) for name, stored in format.logical_names(reader.tensors).items()
@@ -62,19 +65,33 @@ class QuantizedReader(BaseReader):
         """Show these tensors no longer."""
         self.tensors = {name: info for name, info in self.tensors.items() if name not in names}
 
+    def keep(self, kept: Mapping[str, Kept]) -> None:
+        """Show some quantized tensors as rows of records, not decoded."""
+        self._kept |= kept
+        own = {
+            name: TensorInfo(each.shape(self._quantized[name].shape), _UINT8)
+            for name, each in kept.items()
+            if name in self.tensors
+        }
+        self.tensors = {**self.tensors, **own}
+
     @property
     def quantized(self) -> Mapping[str, QuantizedTensor]:
         """The tensors that are stored quantized."""
         return self._quantized
 
     @property
-    def num_stored_bytes(self) -> int:
-        """Size of the quantized tensors in the files."""
-        stored = {name for tensor in self._quantized.values() for name in tensor.stored}
+    def kept(self) -> Mapping[str, Kept]:
+        """The tensors that are shown as rows of records."""
+        return self._kept
+
+    def num_stored_bytes(self, tensors: Collection[str]) -> int:
+        """Return the size of quantized tensors in the files."""
+        stored = {name for tensor in tensors for name in self._quantized[tensor].stored}
         return sum(self._reader.tensors[name].num_bytes for name in stored)
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Return a box of a tensor as a new array, in float32 if it is stored quantized.
+        """Return a box of a tensor as a new array, in float32 if it is stored quantized and not kept so.
 
         Args:
             name: The tensor.
@@ -86,7 +103,7 @@ class QuantizedReader(BaseReader):
         if name not in self._quantized:
             return self._reader.read(name, index)
         bounds = index_bounds(index, self.tensors[name].shape)
-        result = np.empty([stop - start for start, stop in bounds], np.float32)
+        result = np.empty([stop - start for start, stop in bounds], self.tensors[name].dtype)
         self.read_into(name, index, result)
         return result
 
@@ -107,6 +124,11 @@ class QuantizedReader(BaseReader):
         if not result.size:
             return
         matrices = (result[place] for place in np.ndindex(result.shape[:-2]))
+        if name in self._kept:
+            kept = self._kept[name]
+            for planes, matrix in zip(self._boxes(name, logical_index(index, kept)), matrices, strict=True):
+                matrix[...] = kept.records.pack(planes.transposed if kept.records.is_transposed else planes, kept.span)
+            return
         for planes, matrix in zip(self._boxes(name, index), matrices, strict=True):
             self.decode(planes, matrix)
 
@@ -140,6 +162,15 @@ def quantized_in(reader: CheckpointReader) -> QuantizedReader | None:
     """Return the reader of a checkpoint's quantized tensors; None if it has none."""
     inner = reader.inner if isinstance(reader, ArrangedReader) else reader
     return inner if isinstance(inner, QuantizedReader) else None
+
+
+def keep_records(reader: CheckpointReader, kept: Mapping[str, Kept]) -> None:
+    """Show some quantized tensors of a checkpoint as rows of records, not decoded."""
+    inner = quantized_in(reader)
+    assert inner is not None, reader
+    inner.keep(kept)
+    if isinstance(reader, ArrangedReader):
+        reader.update(kept)
 
 
 def logical_names(stored: Collection[str], format: Format) -> list[str]:

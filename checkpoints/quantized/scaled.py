@@ -9,6 +9,7 @@ import numpy as np
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, group_indices, info_of
 from checkpoints.quantized.planes import Planes
+from checkpoints.quantized.records import Records
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import Index
 
@@ -49,6 +50,7 @@ def open_scaled(
     scale: str,
     group: tuple[int, int] | None = None,
     zero: str | None = None,
+    rounds_activations: bool = False,
 ) -> QuantizedTensor:
     """Return a tensor of one-byte numbers with scales.
 
@@ -59,6 +61,7 @@ def open_scaled(
         scale: The scales: one, [N], [N, 1], or of groups [..., ceil(N / rows), ceil(K / columns)].
         group: Rows and columns of a group; None: one scale for all or for each row.
         zero: Zeros, like the scales; None for none.
+        rounds_activations: Whether the format rounds activations, too, to 8 bits: each row by its largest magnitude.
 
     Raises:
         CheckpointError: Another dtype, or shapes that do not belong together.
@@ -101,8 +104,15 @@ def open_scaled(
             columns=None if grid[1] in (1, columns) else column_groups,
         )
 
+    def records() -> Records:
+        kind = reader.tensors[scale].dtype.name
+        rounds = rounds_activations and info.dtype == INT8 and zero is None
+        group = sizes[1] if sizes[1] < columns else 0
+        zeros = None if zero is None else "int8"
+        return Records(info.dtype.name, group, kind, zeros=zeros, rounds_activations=rounds)
+
     stored = (weight, scale) if zero is None else (weight, scale, zero)
-    return QuantizedTensor(info.shape, stored, planes)
+    return QuantizedTensor(info.shape, stored, planes, records=records)
 
 
 def _group_sizes(

@@ -37,8 +37,13 @@ class EngineConfig:
         load_format: ``safetensors`` or ``pt`` (pytorch_model.bin) reads only such files, ``auto`` also Orbax: the first
             that has the model's tensors. ``dummy`` fills the weights with small random numbers and needs no files.
         quantization: Method that the checkpoint's weights must be quantized with, such as ``awq``, ``gptq`` or ``fp8``;
-            None: what the checkpoint says. Weights that are not stored quantized are not quantized when they are
-            loaded.
+            None: what the checkpoint says. Of a float checkpoint: how its weights are quantized while they are loaded,
+            ``int8_w8a8`` (or ``int8``), ``int8_per_channel_weight_only``, ``int4_group``, ``fp8_per_tensor`` (or
+            ``fp8``), ``fp8_per_channel`` or ``fp8_per_block``.
+        quantization_config: How quantized weights are computed with, such as ``{"activations": "int8"}``. ``weights``:
+            "stored" keeps them in memory as they are in the file, "decoded" as floats of ``dtype``; "auto" (the
+            default) keeps them where native CPU kernels multiply by them. ``activations``: "int8" rounds the rows that
+            they multiply to 8 bits, in groups of the weight's; null (the default) only where the file's format does.
         hf_overrides: Values that replace those of ``config.json``.
         generation_config: Source of default sampling parameters: ``auto`` reads the model's generation_config.json,
             ``vllm`` uses none, anything else is a directory with that file. ``max_new_tokens`` in such a directory also
@@ -84,6 +89,9 @@ class EngineConfig:
             no limit.
         scheduling_policy: ``fcfs`` runs requests in order of arrival, ``priority`` the lowest ``priority`` first.
         enable_prefix_caching: Keep the pages of finished requests for later requests with the same prefix.
+        prefix_cache_state_bytes: Bytes per device for states of recurrent layers that the prefix cache keeps, besides
+            those of running sequences: without a state, cached pages of such a model are of no use. None is a quarter
+            of the memory left for pages (on CPUs at most 1 GiB); 0 keeps none, and every prompt is computed whole.
         deterministic: Make the bits of a greedy or seeded request's results independent of the batch. None: on if
             native kernels run the whole model, where it is free; elsewhere True makes steps up to three times as slow.
         speculative_config: Speculative decoding, such as ``{"method": "ngram", "num_speculative_tokens": 4}``: each
@@ -156,6 +164,7 @@ class EngineConfig:
     download_dir: str | None = None
     load_format: str = "auto"
     quantization: str | None = None
+    quantization_config: dict[str, Any] | None = None
     hf_overrides: dict[str, Any] | None = None
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
@@ -182,6 +191,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     scheduling_policy: str = "fcfs"
     enable_prefix_caching: bool = True
+    prefix_cache_state_bytes: int | None = None
     deterministic: bool | None = None
     speculative_config: dict[str, Any] | None = None
     spec_method: str | None = None

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.api.errors import ConfigError, RequestError
+from jaxserve.api.quantization import check_quantization
 from jaxserve.api.sampling_params import GENERATION_CONFIG_KEYS, SamplingParams
 from jaxserve.api.speculation import SHORTCUTS, check_speculation
 
@@ -34,6 +35,7 @@ _WHOLE_FIELDS = MappingProxyType(
         "expert_parallel_size": 1,
         "num_gpu_blocks_override": 1,
         "kv_cache_memory_bytes": 1,
+        "prefix_cache_state_bytes": 0,
         "max_num_seqs": 1,
         "max_num_batched_tokens": 1,
         "num_threads": 1,
@@ -107,6 +109,7 @@ def check_settings(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[
     _check_numbers(values)
     _check_generation_config("override_generation_config", given.get("override_generation_config", {}))
     _check_compile_sizes("compile_sizes", given.get("compile_sizes", {}))
+    check_quantization(values["quantization_config"])
     checked["speculative_config"] = _check_speculation(values)
     checked |= dict.fromkeys(SHORTCUTS)  # ``speculative_config`` has them
     return checked

@@ -85,7 +85,8 @@ SERVE_REFUSED: Final[Mapping[str, Argument]] = MappingProxyType(
 
 SAME: Final = tuple(
     "model runner convert tokenizer tokenizer_mode trust_remote_code download_dir load_format dtype seed max_model_len "
-    "quantization pipeline_parallel_size tensor_parallel_size data_parallel_size enable_expert_parallel block_size "
+    "quantization quantization_config pipeline_parallel_size tensor_parallel_size data_parallel_size "
+    "enable_expert_parallel block_size "
     "enable_prefix_caching gpu_memory_utilization kv_cache_memory_bytes max_num_batched_tokens max_num_seqs "
     "long_prefill_token_threshold max_logprobs logprobs_mode disable_log_stats revision tokenizer_revision hf_token "
     "hf_overrides num_gpu_blocks_override enable_chunked_prefill reasoning_parser tool_call_parser scheduling_policy "

@@ -184,7 +184,6 @@ NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
 
 REFUSED: Final[Mapping[str, Argument]] = MappingProxyType(
     {
-        "quantization_config": Argument("weights are not quantized when they are loaded", {}),
         "kv_cache_dtype": Argument("the KV cache has the model's dtype", "auto"),
         "calculate_kv_scales": Argument("the KV cache has the model's dtype", False),
         "cpu_offload_gb": Argument("weights are not kept in host memory: use more devices", 0),

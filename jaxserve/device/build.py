@@ -27,10 +27,13 @@ from jaxserve.device.memory import (
     most_samples,
     set_gpu_memory_fraction,
 )
+from jaxserve.device.recurrent_plan import check_recurrent, with_checkpoints
 from jaxserve.device.sharded_model import ShardedModel
-from jaxserve.layers.kv_layout import KVSpec
+from jaxserve.device.weight_choice import find_forms
+from jaxserve.layers.kv_layout import KVSpec, attended
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
+from jaxserve.layers.weight_forms import DECODED, WeightForms
 from jaxserve.models.abstract import check_tensor_size, outline
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.loading import find_model_directory, load_weights, read_model_config
@@ -162,7 +165,7 @@ def plan_engine(config: EngineConfig, model: ModelConfig | None = None) -> Engin
     mesh_shape, layout = mesh_shape_of(config, model), choose_layout(config, model)
     ensure_cpu_devices(mesh_shape.num_devices)
     meshes = [stage for slice_ in data_slices(make_mesh(mesh_shape)) for stage in stage_slices(slice_)]
-    stages = plan_stages(config, model, layout, meshes[0])
+    stages = plan_stages(config, model, layout, meshes[0], find_forms(config, model, directory))
     models, module, num_stages = stages.models, stages.module, mesh_shape.stage
     device, num_devices = stages.device, mesh_shape.num_devices
     needs, num_pages = fit_to_memory(config, stages.needs, device, num_devices)
@@ -170,7 +173,7 @@ def plan_engine(config: EngineConfig, model: ModelConfig | None = None) -> Engin
         directory=directory,
         config=model,
         models=[
-            stage.placed(mesh, num_pages)
+            dataclasses.replace(stage.placed(mesh, num_pages), num_states=needs.num_states)
             for mesh, stage in zip(meshes, models * config.data_parallel_size, strict=True)
         ],
         buckets=_make_buckets(config, stages, needs, num_stages),
@@ -220,7 +223,9 @@ class PlannedStages(NamedTuple):
         return self.models[0].mesh.devices.flat[0]
 
 
-def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout, first: Mesh) -> PlannedStages:
+def plan_stages(
+    config: EngineConfig, model: ModelConfig, layout: ShardingLayout, first: Mesh, forms: WeightForms = DECODED
+) -> PlannedStages:
     """Plan the stages of a model; needs no devices, only their platform, kind and memory.
 
     Args:
@@ -228,6 +233,7 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
         model: Configuration of the model.
         layout: Sharding layout.
         first: Mesh of the first stage.
+        forms: The quantized weights of its checkpoint.
 
     Raises:
         ConfigError: A setting is not valid for the model or the devices.
@@ -245,10 +251,11 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
     layout = layout.on(first)
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
     max_model_len = _max_model_len(config, model)
-    specs = outline(model, scope).kv_specs
+    specs = attended(outline(model, scope).kv_specs)
     page_size = page_size_of(config, scope.parallel, layout.name, _attention_chunk(specs, max_model_len))
-    policy, kernel = choose_kernels(config, model, specs, scope.parallel, first.devices.flat[0], page_size)
+    policy, kernel = choose_kernels(config, model, specs, scope.parallel, first.devices.flat[0], page_size, forms)
     module = outline(model, dataclasses.replace(scope, policy=policy))
+    check_recurrent(config, module)
     _check_expert_load(config, module)
     row_tile = choose_row_tile(config, module, policy, kernel, scope.parallel)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device, max_model_len)
@@ -262,6 +269,7 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
         num_pages=1,
         num_slots=max_num_seqs,
         max_model_len=max_model_len,
+        num_states=max_num_seqs if any(module.state_specs) else 0,
         row_tile=row_tile,
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
@@ -284,6 +292,7 @@ def plan_stages(config: EngineConfig, model: ModelConfig, layout: ShardingLayout
     samples = 1 + config.num_speculative_tokens
     step_samples = most_samples(sharded, max_num_batched_tokens, samples, num_stages)
     needs = [memory_needs(stage, max_num_batched_tokens, samples, step_samples) for stage in models]
+    needs = with_checkpoints(config, needs, device, mesh_shape_of(config, model).num_devices)
     return PlannedStages(models, needs, module, max_num_batched_tokens, samples, step_samples)
 
 
@@ -303,7 +312,7 @@ def _make_buckets(config: EngineConfig, stages: PlannedStages, needs: MemoryNeed
     stages."""
     sharded = stages.models[0]
     multiple = sharded.row_tile or _row_multiple(sharded.mesh.devices.flat[0], sharded.policy)
-    skips = sharded.policy.linear == sharded.kernel.name == "native"
+    skips = sharded.policy.is_native and sharded.kernel.name == "native"
     rows = -(-sharded.num_slots // num_stages)
     given = {**(config.compile_sizes or {})}
     if "decode" in given and max(given["decode"]) <= sharded.num_slots:

@@ -54,4 +54,4 @@ def computes_rows_natively(has_fused_norms: bool, policy: DtypePolicy, kernel: A
 
     Mixtures of experts count as fused: what XLA computes of them is in tiles of rows.
     """
-    return policy.linear == kernel.name == "native" and has_fused_norms
+    return policy.is_native and kernel.name == "native" and has_fused_norms

@@ -48,7 +48,7 @@ def drafting_shape(sharded: ShardedModel, shape: BatchShape, shapes: Sequence[Ba
     """
     assert sharded.drafter is not None
     drafter = sharded.drafter.sharded
-    skips_padding = drafter.policy.linear == drafter.kernel.name == "native" and drafter.row_tile is not None
+    skips_padding = drafter.policy.is_native and drafter.kernel.name == "native" and drafter.row_tile is not None
     if drafter.head is not None or not skips_padding:
         return shape
     alike = [each for each in shapes if each.decode_only == shape.decode_only]

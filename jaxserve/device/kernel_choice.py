@@ -7,11 +7,13 @@ from typing import NamedTuple, cast
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
+from jaxserve.device.weight_choice import with_forms
 from jaxserve.layers.attention import AttentionKernel, choose_attention
 from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.kv_layout import KVSpec
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel
+from jaxserve.layers.weight_forms import DECODED, WeightForms
 from jaxserve.models.loading import resolve_dtype
 from jaxserve.sampling.sampler import choose_truncation
 from pallas_kernels import OPERATIONS, choose, truncation_xla
@@ -68,6 +70,7 @@ def choose_kernels(
     parallel: Parallel,
     device: Device,
     page_size: int,
+    forms: WeightForms = DECODED,
 ) -> tuple[DtypePolicy, AttentionKernel]:
     """Choose the dtypes, the matmul implementation and the attention implementation.
 
@@ -78,10 +81,15 @@ def choose_kernels(
         parallel: How it is split.
         device: One of its devices.
         page_size: Tokens per page, on all devices that share them.
+        forms: The quantized weights of the checkpoint.
+
+    Raises:
+        ConfigError: ``kernels`` names an implementation that lacks a form of the weights.
     """
     widens = config.kernels != "xla" and unavailable() is None
     dtype = resolve_dtype(config.dtype, model, device.platform, has_bfloat16_products() or widens)
     policy = _choose_policy(DtypePolicy.for_platform(dtype, device.platform), device, config.kernels)
+    policy = with_forms(policy, config, device, forms)
     attention = _AttentionShapes(
         attention_operation(model.architecture, specs), attention_sizes(specs, parallel, page_size)
     )

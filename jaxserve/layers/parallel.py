@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxserve.layers.weight_forms import DECODED, WeightForms
 from sharding import ShardingLayout
 
 VOCAB_BLOCK = 256
@@ -139,7 +140,11 @@ class DtypePolicy:
         kv: The pages of keys and values.
         linear: Implementation of the operation ``linear``, which multiplies by weights.
         grouped: Implementation of the operation ``grouped_matmul``, which multiplies by experts' weights.
+        recurrent: Implementation of the operations that update states of recurrent layers.
         storage: Storage method of weights; see :mod:`jaxserve.layers.storage`.
+        forms: The weights that stay quantized.
+        quantized: Implementation of the operations that multiply by these: ``quantized_linear`` and, for experts,
+            ``quantized_grouped_matmul``.
     """
 
     weights: str = "float32"
@@ -147,7 +152,10 @@ class DtypePolicy:
     kv: str = "float32"
     linear: str = "xla"
     grouped: str = "xla"
+    recurrent: str = "xla"
     storage: str = "plain"
+    forms: WeightForms = DECODED
+    quantized: str = "xla"
 
     @classmethod
     def for_platform(cls, dtype: str, platform: str) -> "DtypePolicy":
@@ -161,7 +169,14 @@ class DtypePolicy:
         return cls(weights=dtype, activations="float32", kv="float32")
 
     def __str__(self) -> str:
-        return f"weights {self.weights}, activations {self.activations}, KV pages {self.kv}, accumulation float32"
+        quantized = f" and {self.forms}" if self.forms else ""
+        others = f"activations {self.activations}, KV pages {self.kv}, accumulation float32"
+        return f"weights {self.weights}{quantized}, {others}"
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native kernels multiply by every weight."""
+        return self.linear == self.grouped == "native" and (not self.forms or self.quantized == "native")
 
     @property
     def activations_dtype(self) -> jnp.dtype:

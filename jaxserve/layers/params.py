@@ -9,6 +9,7 @@ part holds its own query heads, then its key heads, then its value heads. Key/va
 fewer than devices. Weights are ``[out, in]``, as Hugging Face stores most of them; others are transposed by the loader.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -198,7 +199,7 @@ def weight(
     outer, inner = recipe.shape
     policy = scope.policy
     what = Weight(outer, inner, axes, parts, policy.weights, policy.linear, policy.storage, is_gated)
-    return _stored(what, recipe, axes)
+    return _stored(what, recipe, axes, scope)
 
 
 def expert_weights(
@@ -235,14 +236,21 @@ def expert_weights(
         is_gated,
         Experts(num_experts, experts_per_token),
     )
-    return _stored(what, recipe, (("experts", axes[0]), axes[1]))
+    return _stored(what, recipe, (("experts", axes[0]), axes[1]), scope)
 
 
 def _stored(
-    what: Weight, recipe: TensorRecipe, axes: tuple[str | tuple[str, str] | None, str | None]
+    what: Weight, recipe: TensorRecipe, axes: tuple[str | tuple[str, str] | None, str | None], scope: Scope
 ) -> nnx.Param[Any]:
     """Return a parameter of zeros in the arrays of its storage method; ``axes`` are those of the recipe's array."""
+    sources, policy = recipe.sources, scope.policy
+    rows = policy.forms.find(recipe, what.parts)
+    if rows is not None and (what.experts is None or len(rows.segments) == 1):
+        recipe, segments = rows.recipe, rows.segments
+        if what.experts is not None:
+            segments = (segments[0]._replace(num_outputs=what.local[0]),)
+        what = dataclasses.replace(what, dtype="uint8", kernel=policy.quantized, method="quantized", segments=segments)
     arrays = load_method(what.method).arrays(what)
     value = {name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()}
     only = value["weight"] if list(value) == ["weight"] else value
-    return nnx.Param(only, axes=axes, recipe=recipe, weight=what)
+    return nnx.Param(only, axes=axes, recipe=recipe, sources=sources, weight=what)

@@ -14,11 +14,25 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.linear import Fused
+from pallas_kernels.quantized import Form
 
 METHODS: dict[str, str] = {
     "plain": "jaxserve.layers.plain_storage",
+    "quantized": "jaxserve.layers.quantized_storage",
 }
 """The module of each method."""
+
+
+class Segment(NamedTuple):
+    """Outputs of a quantized weight that have one form.
+
+    Attributes:
+        num_outputs: Their number on each device.
+        form: What they hold.
+    """
+
+    num_outputs: int
+    form: Form
 
 
 class Experts(NamedTuple):
@@ -42,11 +56,13 @@ class Weight:
         inner: Features on all devices.
         axes: Logical axes of outputs and features.
         parts: Devices that outputs and features are split over.
-        dtype: Element type of the weight.
-        kernel: Implementation of the operation ``linear``, or of ``grouped_matmul`` for experts.
+        dtype: Element type of the matrix that ``fill`` takes.
+        kernel: Implementation of the method's operation: ``linear``, ``grouped_matmul``, or one for quantized weights.
         method: Name of the storage method.
         is_gated: Whether the matmul is followed by gating with an activation.
         experts: The experts that have such a matrix each; None for a single matrix.
+        segments: The outputs of a quantized weight, by what they hold, in order; ``fill`` takes rows of records, those
+            of shorter rows filled up with zeros. Empty for others.
     """
 
     outer: int
@@ -58,6 +74,7 @@ class Weight:
     method: str
     is_gated: bool = False
     experts: Experts | None = None
+    segments: tuple[Segment, ...] = ()
 
     @property
     def local(self) -> tuple[int, int]:
@@ -97,7 +114,7 @@ class StorageMethod(Protocol):
         ...
 
     def fill(self, weight: Weight, part: Float[np.ndarray, "outer inner"]) -> dict[str, np.ndarray]:
-        """Convert one device's part of the weight to its part of each array, on the host.
+        """Convert one device's part of the weight, or of its rows of records, to its part of each array, on the host.
 
         May overwrite ``part`` and return its memory, so that a large weight is not in memory twice.
         """

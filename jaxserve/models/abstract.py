@@ -11,15 +11,17 @@ from flax import nnx
 
 from checkpoints import Listing, TensorRecipe
 from jaxserve.api.errors import ConfigError
-from jaxserve.layers.kv_layout import KVSpec
+from jaxserve.layers.kv_layout import KVSpec, StateSpec
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Parallel, Scope
 from jaxserve.layers.params import Split
 from jaxserve.layers.storage import Weight, load_method
+from jaxserve.layers.weight_forms import WeightForms
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.models.registry import build_model
 from jaxserve.models.stages import StageLayers
+from pallas_kernels.quantized import Form
 
 ShardingOf = Callable[[tuple[str | tuple[str, ...] | None, ...]], jax.sharding.Sharding]
 """Returns the sharding of an array with the given logical axes."""
@@ -36,6 +38,8 @@ class LogicalParam(NamedTuple):
         arrays: Paths of the arrays that store it.
         stored: How a storage method stores it; None: unchanged.
         order: Indices of the rows of each device's part in the order in which it stores them; None: as they are.
+        sources: Name and shape of each of its tensors as the model's family expects it; the recipe's own, unless it is
+            read as rows of records.
     """
 
     recipe: TensorRecipe
@@ -43,6 +47,27 @@ class LogicalParam(NamedTuple):
     arrays: tuple[str, ...]
     stored: Weight | None
     order: tuple[int, ...] | None = None
+    sources: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def span(self) -> int | None:
+        """Features of a record; None for a parameter that is no quantized weight."""
+        return self.stored.segments[0].form.span if self.stored is not None and self.stored.segments else None
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """What the rows of records of each tensor of a quantized weight hold."""
+        assert self.stored is not None, self.recipe
+        if len(self.stored.segments) == 1:
+            return {name: self.stored.segments[0].form for name, _ in self.recipe.sources}
+        num_local = self.recipe.shape[0] // self.stored.parts[0]
+        ends = np.cumsum([segment.num_outputs for segment in self.stored.segments])
+        return {
+            piece.source: self.stored.segments[
+                int(np.searchsorted(ends, piece.target_start[0] % num_local, "right"))
+            ].form
+            for piece in self.recipe.pieces
+        }
 
     def fill(self, part: np.ndarray) -> list[np.ndarray]:
         """Convert one device's part of the parameter to its part of each array."""
@@ -74,9 +99,11 @@ class AbstractModel(NamedTuple):
         logical: Each parameter as it is in checkpoints, by its path.
         ignored: Regular expressions of full names of tensors that no parameter needs.
         names: Names of the tensors in each form in which checkpoints have them, by their names in the recipes.
-        kv_specs: KV cache of each layer of the whole model.
+        kv_specs: KV cache of each layer of the whole model; None for layers without one.
+        state_specs: State of each layer of the whole model; empty for layers without one.
         layer_width: Matmul outputs of the widest layer, in elements per token on one device.
         has_fused_norms: Whether kernels can fuse all norms of the whole model with the neighbouring matmuls.
+        forms: The weights that stay quantized.
     """
 
     graphdef: nnx.GraphDef
@@ -85,9 +112,11 @@ class AbstractModel(NamedTuple):
     logical: dict[str, LogicalParam]
     ignored: tuple[str, ...]
     names: tuple[Mapping[str, str], ...]
-    kv_specs: tuple[KVSpec, ...]
+    kv_specs: tuple[KVSpec | None, ...]
+    state_specs: tuple[StateSpec, ...]
     layer_width: int
     has_fused_norms: bool
+    forms: WeightForms
 
     def merge(self, arrays: Any) -> CausalLM:
         """Return the model with these arrays, given in the order of ``params``."""
@@ -105,7 +134,7 @@ class AbstractModel(NamedTuple):
     @property
     def listings(self) -> list[Listing]:
         """Shape of each tensor by name, in each form in which checkpoints have them."""
-        shapes = {name: shape for recipe in self.recipes.values() for name, shape in recipe.sources}
+        shapes = {name: shape for param in self.logical.values() for name, shape in param.sources}
         return [{names.get(name, name): shape for name, shape in shapes.items()} for names in self.names]
 
     def recipes_for(self, tensors: Collection[str]) -> dict[str, TensorRecipe]:
@@ -207,8 +236,9 @@ def _abstract(
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Variable):
             variable.del_metadata("recipe")  # equal layers are traced once, so nothing in them may differ
-            if variable.has_metadata("order"):
-                variable.del_metadata("order")
+            for name in ("order", "sources"):
+                if variable.has_metadata(name):
+                    variable.del_metadata(name)
     graphdef, state = nnx.split(module)
     return AbstractModel(
         graphdef,
@@ -218,8 +248,10 @@ def _abstract(
         module.ignored,
         tuple(_names(whole, logical) if isinstance(whole, CausalLM) else _forms(whole, logical)),
         whole.kv_specs,
+        whole.state_specs if isinstance(whole, CausalLM) else ((),) * len(whole.kv_specs),
         max(_width(layer, scope.parallel) for layer in cast(Iterable[nnx.Module], module.layers)),
         whole.has_fused_norms,
+        scope.policy.forms,
     )
 
 
@@ -270,7 +302,8 @@ def _logical(variable: nnx.Variable[Any], arrays: tuple[str, ...], sharding: Sha
     recipe: TensorRecipe = metadata["recipe"]
     dtype = np.dtype(variable.get_value().dtype if weight is None else weight.dtype)
     struct = jax.ShapeDtypeStruct(recipe.shape, dtype, sharding=sharding(metadata["axes"]))
-    return LogicalParam(recipe, struct, arrays, weight, metadata.get("order"))
+    sources = metadata.get("sources", recipe.sources)
+    return LogicalParam(recipe, struct, arrays, weight, metadata.get("order"), sources)
 
 
 def _width(layer: nnx.Module, parallel: Parallel) -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 from checkpoints import CheckpointError, is_gguf
+from checkpoints.quantized.on_load import METHODS as ON_LOAD
+from checkpoints.quantized.on_load import SHORT_NAMES
 from checkpoints.quantized.registry import format_for, method_of
 from checkpoints.quantized.settings import read_settings, settings_of
 from jaxserve.api.errors import ConfigError, UnsupportedModelError
@@ -216,9 +218,16 @@ def check_quantized_with(method: str, directory: Path) -> None:
     except CheckpointError as error:
         raise UnsupportedModelError(str(error)) from error
     if stored is None:
+        if method in ON_LOAD or method in SHORT_NAMES:
+            return
         raise ConfigError(
-            f"quantization={method!r}: the weights in {directory} are not quantized, and are not quantized when "
-            "they are loaded; leave quantization out"
+            f"quantization={method!r}: the weights in {directory} are not quantized; expected a way to quantize them "
+            f"while they are loaded: {', '.join((*SHORT_NAMES, *ON_LOAD))}"
+        )
+    if method in ON_LOAD:
+        raise ConfigError(
+            f"quantization={method!r} quantizes float weights, but those in {directory} are quantized with {stored} "
+            "already; leave quantization out"
         )
     if _METHOD_NAMES.get(method, method) != _METHOD_NAMES.get(stored, stored):
         raise ConfigError(f"quantization={method!r}: the weights in {directory} are quantized with {stored}")

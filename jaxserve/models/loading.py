@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints import (
+    CheckpointError,
     CheckpointReader,
     Listings,
     Stored,
@@ -21,9 +22,11 @@ from checkpoints import (
     progress_bar,
     resolve_model,
 )
+from checkpoints.quantized.on_load import METHODS, SHORT_NAMES, Made, OnLoadReader
 from checkpoints.quantized.planes import Planes
-from checkpoints.quantized.reader import QuantizedReader, quantized_in
-from checkpoints.quantized.settings import is_openai_config
+from checkpoints.quantized.reader import QuantizedReader, keep_records, quantized_in
+from checkpoints.quantized.records import Kept
+from checkpoints.quantized.settings import is_openai_config, read_settings
 from checkpoints.recipe_check import MAX_LISTED
 from jaxserve.api.config_checks import DTYPES
 from jaxserve.api.errors import ConfigError
@@ -100,6 +103,19 @@ def read_model_config(
     return config_from_hf(text_fields(fields, overrides) if overrides else fields, str(source))
 
 
+def on_load_method(quantization: str | None, directory: Path) -> str | None:
+    """Return what quantizes float weights while they are loaded, one of ``on_load.METHODS``; None: nothing.
+
+    Args:
+        quantization: As in ``EngineConfig``; what ``read_model_config`` accepts.
+        directory: The model's directory or file.
+    """
+    method = SHORT_NAMES.get(quantization or "", quantization)
+    if method not in METHODS or is_gguf(directory) or read_settings(directory) is not None:
+        return None
+    return method
+
+
 def read_model_fields(directory: Path) -> tuple[dict[str, Any], Path]:
     """Return the object in a model's ``config.json``, and its file; OpenAI's own, of GPT-OSS, in Hugging Face's words.
 
@@ -150,6 +166,9 @@ def check_weights(directory: Path, model: AbstractModel, load_format: str = "aut
         if quantized is not None:
             quantized.check()
             _log_quantization(quantized)
+        elif isinstance(reader, OnLoadReader):
+            what = METHODS[model.forms.method or ""].text
+            logger.info("%d weights are quantized while they are loaded: %s", len(reader.made), what)
 
 
 def _log_ignored(reader: CheckpointReader, recipes: Mapping[str, TensorRecipe]) -> None:
@@ -169,13 +188,18 @@ def _log_ignored(reader: CheckpointReader, recipes: Mapping[str, TensorRecipe]) 
 def _log_quantization(reader: QuantizedReader) -> None:
     """Say what a quantized checkpoint holds and how it is computed."""
     left_out = "; activations, which the format quantizes too, are not" if reader.format.quantizes_activations else ""
-    logger.info(
-        "%d weights quantized with %s (%.2f GiB) are decoded when they are loaded%s",
-        len(reader.quantized),
-        reader.format.name,
-        reader.num_stored_bytes / (1 << 30),
-        left_out,
-    )
+    kept = reader.kept
+    if kept:
+        logger.info("%d weights quantized with %s stay as they are in the file", len(kept), reader.format.name)
+    decoded = reader.quantized.keys() - kept.keys()
+    if decoded:
+        logger.info(
+            "%d weights quantized with %s (%.2f GiB) are decoded when they are loaded%s",
+            len(decoded),
+            reader.format.name,
+            reader.num_stored_bytes(decoded) / (1 << 30),
+            left_out,
+        )
 
 
 def load_weights(
@@ -221,16 +245,35 @@ def _open(directory: Path, model: AbstractModel, listings: Listings, load_format
     if load_format == "dummy":
         return DummyReader(model.listings[0])
     reader = open_checkpoint(directory, listings, load_format)
-    quantized = quantized_in(reader)
+    quantized, kept = quantized_in(reader), _kept(model, model.recipes_for(reader.tensors))
     if quantized is not None:
         quantized.decode = decode
-    return reader
+        keep_records(reader, kept)
+        return reader
+    if not kept:
+        return reader
+    method = model.forms.method
+    if method is None:
+        reader.close()
+        raise CheckpointError(f"{directory}: its weights are no longer quantized as when the engine was planned")
+    return OnLoadReader(reader, {name: Made(METHODS[method], each) for name, each in kept.items()})
+
+
+def _kept(model: AbstractModel, recipes: Mapping[str, TensorRecipe]) -> dict[str, Kept]:
+    """Return the tensors that a model reads as rows of records, by their names in the checkpoint."""
+    kept: dict[str, Kept] = {}
+    for path, param in model.logical.items():
+        if param.span is None:
+            continue
+        for (name, _), (own, _) in zip(param.recipe.sources, recipes[path].sources, strict=True):
+            kept[own] = Kept(model.forms[name], param.span)
+    return kept
 
 
 def decode(planes: Planes, result: np.ndarray) -> None:
     """Write decoded weights into an array, with the native kernel where there is one: the same bits, faster."""
     if result.dtype in dequantize_native.RESULT_DTYPES and unavailable() is None:
-        dequantize_native.dequantize(result, *planes)
+        dequantize_native.dequantize(result, *planes[:-1])
     else:
         planes.decode_into(result)
 

@@ -11,12 +11,43 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from checkpoints import Bounds, Index, Piece, TensorInfo, TensorRecipe, index_bounds, read_shard
+from checkpoints import Bounds, CheckpointReader, Index, Piece, TensorInfo, TensorRecipe, index_bounds, read_shard
 from checkpoints.reader import BaseReader
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.models.abstract import LogicalParam
+from pallas_kernels.quantized import Form, with_span
 from sharding.mesh import Device
+
+
+class _RecordReader(BaseReader):
+    """Shows rows of records with those of another number of features.
+
+    Args:
+        reader: The rows.
+        forms: What each tensor's rows hold.
+        span: Features of the records that it shows.
+    """
+
+    def __init__(self, reader: "ParameterReader", forms: Mapping[str, Form], span: int):
+        self._reader, self._forms, self._span = reader, forms, span
+        self.tensors = {
+            name: TensorInfo(self._shape(name, info.shape), info.dtype) for name, info in reader.tensors.items()
+        }
+
+    def _shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        form = self._forms[name]
+        return (*shape[:-1], form._replace(span=self._span).row_bytes(form.inner(shape[-1])))
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Return a box of a tensor as a new array; all of its rows are read."""
+        form, whole = self._forms[name], self._reader.tensors[name].shape
+        rows = self._reader.read(name, (*index[:-1], slice(0, whole[-1])))
+        found = with_span(rows.reshape(-1, whole[-1]), form, self._span)
+        return np.ascontiguousarray(found.reshape(*rows.shape[:-1], -1)[..., index[-1]])
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class ParameterReader(BaseReader):
@@ -84,7 +115,7 @@ def check_same_parameters(old: Sequence[ShardedModel], new: Sequence[ShardedMode
 def _origins(stages: Sequence[ShardedModel]) -> dict[str, object]:
     """Return source tensors and element type of each parameter by its path in the whole model."""
     return {
-        sharded.whole_path(path): (sorted(param.recipe.sources), param.struct.dtype)
+        sharded.whole_path(path): (sorted(param.sources), param.struct.dtype)
         for sharded in stages
         for path, param in sharded.abstract_model.logical.items()
     }
@@ -154,8 +185,15 @@ class TakenParameter(NamedTuple):
         is_same = (param.recipe, param.stored) == (self.param.recipe, self.param.stored)
         if is_same and wanted.keys() <= self.parts.keys():
             return {bounds: self.parts[bounds] for bounds in wanted}
-        reader, dtype = ParameterReader(self.param.recipe, self._whole()), param.struct.dtype
+        reader, dtype = self._reader(param), param.struct.dtype
         return {bounds: param.fill(read_shard(reader, param.recipe, bounds, dtype)) for bounds in wanted}
+
+    def _reader(self, param: LogicalParam) -> CheckpointReader:
+        """Return a reader of the parameter's tensors as another layout reads them."""
+        reader, span = ParameterReader(self.param.recipe, self._whole()), param.span
+        if span == self.param.span or span is None:
+            return reader
+        return _RecordReader(reader, self.param.forms, span)
 
     def _whole(self) -> np.ndarray:
         """Return the parameter as its recipe describes it."""

@@ -15,21 +15,22 @@ from typing import NamedTuple
 IS_SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64"
 SOURCES = Path(__file__).resolve().parent
 LIBRARY = "libjaxserve_native.so"
-AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma")
-AVX2 = ("-mavx2", "-mfma")
-AMX = (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *AVX2)
+AVX512VNNI = (*AVX512, "-mavx512vnni")
+AMX = (*AVX512VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
 AVX512BF16 = (*AVX512, "-mavx512bf16")
 OBJECTS = (
     {
         f"{name}_{isa}": (f"{name}.c", flags)
         for name in (
-            *("argmax", "attention", "delta_net", "dequantize", "linear"),
-            *("mamba2", "qkv_write", "short_convolution", "truncation"),
+            *("argmax", "attention", "delta_net", "dequantize", "linear", "mamba2", "quantized", "rounded"),
+            *("qkv_write", "short_convolution", "truncation"),
         )
         for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
     }
-    | {f"{name}_amx": (f"{name}_amx.c", AMX) for name in ("attention", "linear")}
-    | {"linear_avx512bf16": ("linear.c", AVX512BF16)}
+    | {f"{name}_amx": (f"{name}_amx.c", AMX) for name in ("attention", "linear", "rounded")}
+    | {"linear_avx512bf16": ("linear.c", AVX512BF16), "rounded_avx512vnni": ("rounded.c", AVX512VNNI)}
     | {
         name: (f"{name}.c", ())
         for name in (
@@ -37,18 +38,13 @@ OBJECTS = (
             "threads",
             "linear_job",
             "linear_pack",
+            "quantized_pack",
             "token_index",
             *(
                 f"{operation}_handler"
                 for operation in (
-                    "argmax",
-                    "attention",
-                    "dequantize",
-                    "grouped",
-                    "linear",
-                    "recurrent",
-                    "truncation",
-                    "write",
+                    *("argmax", "attention", "dequantize", "grouped", "linear", "quantized", "recurrent"),
+                    *("truncation", "write"),
                 )
             ),
         )

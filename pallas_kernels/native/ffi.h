@@ -8,7 +8,7 @@
 #include <string.h>
 
 enum { FFI_API_MAJOR = 0, FFI_API_MINOR = 3, FFI_EXTENSION_METADATA = 1, FFI_INVALID_ARGUMENT = 3 };
-typedef enum { FFI_S32 = 4, FFI_S64 = 5, FFI_F32 = 11, FFI_BF16 = 16 } FfiDtype;
+typedef enum { FFI_S32 = 4, FFI_S64 = 5, FFI_U8 = 6, FFI_F32 = 11, FFI_BF16 = 16 } FfiDtype;
 
 typedef struct FfiExtension {
   size_t struct_size;
@@ -78,6 +78,12 @@ typedef struct {
 } FfiScalar;
 
 typedef struct {
+  int dtype;
+  size_t size;
+  void *values;
+} FfiArray;
+
+typedef struct {
   size_t struct_size;
   FfiExtension *extensions;
   int64_t size;
@@ -119,10 +125,13 @@ static inline FfiBuffer *ffi_result(FfiFrame *frame, int i) { return (FfiBuffer 
 static inline const void *ffi_attribute(FfiFrame *frame, const char *name) {
   for (int64_t i = 0; i < frame->attributes.size; i++) {
     FfiText *found = frame->attributes.names[i];
-    if (found->length == strlen(name) && !memcmp(found->text, name, found->length))
-      return ((FfiScalar *)frame->attributes.items[i])->value;
+    if (found->length == strlen(name) && !memcmp(found->text, name, found->length)) return frame->attributes.items[i];
   }
   return 0;
 }
-static inline int32_t ffi_int(FfiFrame *frame, const char *name) { return *(const int32_t *)ffi_attribute(frame, name); }
-static inline float ffi_float(FfiFrame *frame, const char *name) { return *(const float *)ffi_attribute(frame, name); }
+static inline const void *ffi_scalar(FfiFrame *frame, const char *name) {
+  return ((const FfiScalar *)ffi_attribute(frame, name))->value;
+}
+static inline int32_t ffi_int(FfiFrame *frame, const char *name) { return *(const int32_t *)ffi_scalar(frame, name); }
+static inline float ffi_float(FfiFrame *frame, const char *name) { return *(const float *)ffi_scalar(frame, name); }
+static inline const FfiArray *ffi_array(FfiFrame *frame, const char *name) { return ffi_attribute(frame, name); }

@@ -8,7 +8,7 @@
 
 // Python refuses a library of another version, and puts the number into the names of its targets: programs that were
 // compiled for older handlers must not find these. Raise it when handlers, arguments, attributes or layouts change.
-enum { VERSION = 18 };
+enum { VERSION = 20 };
 EXPORT int jaxserve_version(void) { return VERSION; }
 
 // Whether the CPU multiplies bfloat16 on tiles, and the system lets this process.
@@ -17,6 +17,14 @@ static int has_amx(void) {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(LEAF, 0, &a, &b, &c, &d) || !(d & BF16) || !(d & TILE)) return 0;
   return syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
+}
+
+int has_amx_int8(void) {
+  enum { LEAF = 7, INT8 = 1 << 25 };
+  static _Atomic int found = -1;
+  unsigned a, b, c, d;
+  if (found < 0) found = __get_cpuid_count(LEAF, 0, &a, &b, &c, &d) && (d & INT8);
+  return found;
 }
 
 // Whether products of bfloat16 are faster than widening it: AMD's do twice the work of a product of floats, Intel's half.
@@ -29,8 +37,10 @@ EXPORT int jaxserve_instructions(void) {
   __builtin_cpu_init();
   const int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (has_avx512 && __builtin_cpu_supports("avx512bf16") && has_amx()) found = HAS_AMX;
-  else if (has_avx512) found = has_fast_bf16() ? HAS_AVX512BF16 : HAS_AVX512;
+  const int has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
+  if (has_vnni && __builtin_cpu_supports("avx512bf16") && has_amx()) found = HAS_AMX;
+  else if (has_vnni) found = has_fast_bf16() ? HAS_AVX512BF16 : HAS_AVX512VNNI;
+  else if (has_avx512) found = HAS_AVX512;
   else found = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? HAS_AVX2 : HAS_NONE;
   return found;
 }

@@ -10,10 +10,13 @@
 #define EXPORT __attribute__((visibility("default")))
 
 // Sets of instructions; each includes those before it, on the CPUs where it is used.
-enum { HAS_NONE, HAS_AVX2, HAS_AVX512, HAS_AVX512BF16, HAS_AMX };
+enum { HAS_NONE, HAS_AVX2, HAS_AVX512, HAS_AVX512VNNI, HAS_AVX512BF16, HAS_AMX };
 
 // The latest of the CPU's that is not above the limit.
 int instructions_in_use(void);
+
+// Whether tiles multiply int8 too.
+int has_amx_int8(void);
 
 // What can attend over pools of such pages: a vector of tokens must lie in one. The choice follows the CPU, the limit and
 // sizes, never a timing.

@@ -6,6 +6,8 @@
 #pragma once
 #include <stdint.h>
 
+#include "quantized.h"
+
 enum { PANEL = 32, GATES = 16, STEP_BYTES = 128, PANELS_AT_ONCE = 3 };
 enum { NO_ACTIVATION = 0, SILU, GELU, GELU_TANH, RELU };
 
@@ -23,17 +25,20 @@ typedef struct {
   float eps, scale;
   char *rows;               // prepared activations, block by block
   int64_t num_blocks;       // of rows
+  const Quantized *quantized;  // what a quantized weight holds, or null; is_bf16 is 0 then
 } Linear;
 
 // The functions that exist once for each instruction set.
 typedef struct {
   int most_rows;  // of a block
   int64_t (*block_bytes)(const Linear *);                  // of prepared activations, at most
-  void (*prepare)(const Linear *, int64_t block, float *scratch);  // scratch: [padded_in]
+  void (*prepare)(const Linear *, int64_t block, float *scratch);  // scratch: [3, padded_in]
   // Outputs of panels for some blocks. Partial sums lie in scratch, [PANELS_AT_ONCE, rows of these blocks, PANEL], where K
-  // comes in parts.
+  // comes in parts, for quantized weights twice: those of a group, and those of all groups before.
   void (*multiply)(const Linear *, int64_t first_panel, int64_t last_panel, int64_t first_block, int64_t last_block,
                    float *scratch);
 } LinearKernels;
 
 extern const LinearKernels amx_linear, avx512bf16_linear, avx512_linear, avx2_linear;
+extern const LinearKernels avx512_quantized, avx2_quantized;  // rows that are not rounded
+extern const LinearKernels amx_rounded, avx512vnni_rounded, avx512_rounded, avx2_rounded;

@@ -3,6 +3,7 @@
 #include "handlers.h"
 
 enum { L2_BYTES = 768 << 10, FEW_ROWS = 4, PIECES_EACH = 8, MOST_PANELS = 16, MOST_RANGES = 32 };
+enum { TILE_ROWS_LEAST = 5 };  // that int8 on tiles is worth
 
 typedef struct {
   Matmul *matmuls;
@@ -24,7 +25,7 @@ typedef struct {
 
 static void prepare_job(void *context) {
   LinearJob *job = context;
-  float *scratch = reserve(OF_JOB, sizeof(float) * job->matmuls->linear.padded_in);
+  float *scratch = reserve(OF_JOB, 3 * sizeof(float) * job->matmuls->linear.padded_in);
   int64_t m = 0;
   for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->num_blocks;) {
     while (m + 1 < job->count && job->matmuls[m + 1].first_block <= i) m++;
@@ -46,7 +47,8 @@ static int64_t range_start(const LinearJob *job, int range) { return job->num_pi
 
 static void multiply_job(void *context) {
   LinearJob *job = context;
-  float *scratch = reserve(OF_JOB, sizeof(float) * PANELS_AT_ONCE * PANEL * job->blocks_at_once * job->kernels->most_rows);
+  const int64_t sums = PANELS_AT_ONCE * PANEL * job->blocks_at_once * job->kernels->most_rows;
+  float *scratch = reserve(OF_JOB, sizeof(float) * sums * (job->matmuls->linear.quantized ? 2 : 1));
   if (!scratch) {
     job->failed = 1;
     return;
@@ -104,8 +106,18 @@ static void plan_pieces(LinearJob *job) {
   for (int i = 0; i < job->num_ranges; i++) atomic_init(&job->ranges[i].next, range_start(job, i));
 }
 
-static const LinearKernels *choose(int is_bf16) {
+static const LinearKernels *choose_rounded(int64_t rows_each) {
   const int isa = instructions_in_use();
+  if (isa < HAS_AVX512) return &avx2_rounded;
+  if (isa < HAS_AVX512VNNI) return &avx512_rounded;
+  return rows_each >= TILE_ROWS_LEAST && isa >= HAS_AMX && has_amx_int8() ? &amx_rounded : &avx512vnni_rounded;
+}
+
+// The choice follows the number of rows only where all give the same bits.
+static const LinearKernels *choose(const Linear *l, int64_t rows_each) {
+  const int isa = instructions_in_use(), is_bf16 = l->is_bf16;
+  if (l->quantized && l->quantized->form.activations) return choose_rounded(rows_each);
+  if (l->quantized) return isa < HAS_AVX512 ? &avx2_quantized : &avx512_quantized;
   if (isa < HAS_AVX512) return &avx2_linear;
   if (isa < HAS_AVX512BF16 || !is_bf16) return &avx512_linear;
   return isa >= HAS_AMX ? &amx_linear : &avx512bf16_linear;
@@ -113,15 +125,15 @@ static const LinearKernels *choose(int is_bf16) {
 
 int run_matmuls(Matmul *matmuls, int64_t count) {
   const Linear *l = &matmuls->linear;
+  int64_t rows = 0;
+  for (int64_t i = 0; i < count; i++) rows += matmuls[i].linear.num_rows;
   LinearJob job = {
       .matmuls = matmuls,
       .count = count,
-      .kernels = choose(l->is_bf16),
+      .kernels = choose(l, rows / count),
       .panels = (l->num_out + l->panel_outs - 1) / l->panel_outs,
   };
   if (!plan_rows(&job)) return 0;
-  int64_t rows = 0;
-  for (int64_t i = 0; i < count; i++) rows += matmuls[i].linear.num_rows;
   if (rows <= FEW_ROWS) prepare_job(&job);
   else run_job(prepare_job, &job);
   plan_pieces(&job);

@@ -12,10 +12,9 @@ typedef struct {
 
 enum { UNITS_AT_ONCE = 16 };
 
-// The row of the weight that is output r of a panel, or -1.
-static int64_t row_of(const PackJob *job, int64_t panel, int r) {
-  if (!job->is_gated) return panel * PANEL + r < job->num_out ? panel * PANEL + r : -1;
-  const int64_t half = job->num_out / 2, i = panel * GATES + r % GATES;
+int64_t row_of_panel(int64_t num_out, int is_gated, int64_t panel, int r) {
+  if (!is_gated) return panel * PANEL + r < num_out ? panel * PANEL + r : -1;
+  const int64_t half = num_out / 2, i = panel * GATES + r % GATES;
   return i >= half ? -1 : r < GATES ? i : half + i;
 }
 
@@ -38,7 +37,7 @@ static void pack_panel(const PackJob *job, int64_t panel) {
   char *plain = job->is_inverse ? job->to : (char *)job->from, *rows[PANEL];
   int is_whole = packed_row == row_bytes;
   for (int r = 0; r < PANEL; r++) {
-    const int64_t row = row_of(job, panel, r);
+    const int64_t row = row_of_panel(job->num_out, job->is_gated, panel, r);
     rows[r] = row < 0 ? 0 : plain + row * row_bytes;
     is_whole &= row >= 0;
   }

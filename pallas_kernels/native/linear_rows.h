@@ -41,18 +41,21 @@ INLINE Vec norm_factor(const Linear *l, const float *x) {
   return vec_set(1.0f / sqrtf(sum_of_squares(x, l->num_in) / (float)l->num_in + l->eps));
 }
 
-// A vector of a row as it is multiplied, from feature k on; zeros after the row's end.
-INLINE Vec load_prepared(const Linear *l, const float *x, int64_t k, Vec factor) {
-  const int64_t left = l->num_in - k;
-  if (left >= LANES) {
+// A vector of a row as it is multiplied, from feature k on: so many numbers, and zeros after them.
+INLINE Vec load_some_prepared(const Linear *l, const float *x, int64_t k, int64_t count, Vec factor) {
+  if (count >= LANES) {
     const Vec value = vec_load(x + k);
     if (!l->gain) return value;
     const Vec gain = l->is_gain_bf16 ? vec_load_bf16((const uint16_t *)l->gain + k) : vec_load((const float *)l->gain + k);
     return vec_mul(vec_mul(value, factor), gain);
   }
-  const Mask mask = vec_lanes(0, left < 0 ? 0 : (int)left);
+  const Mask mask = vec_lanes(0, count < 0 ? 0 : (int)count);
   const Vec value = vec_load_some(mask, x + k);
   return l->gain ? vec_mul(vec_mul(value, factor), load_param(mask, l->gain, k, l->is_gain_bf16)) : value;
+}
+// The same with zeros after the row's end.
+INLINE Vec load_prepared(const Linear *l, const float *x, int64_t k, Vec factor) {
+  return load_some_prepared(l, x, k, l->num_in - k, factor);
 }
 
 // Writes a vector of products of a row, for the outputs from `out` on.
@@ -77,4 +80,14 @@ INLINE void finish_gated(const Linear *l, int64_t row, int64_t out, Vec gate, Ve
     other = vec_add(other, load_param(mask, l->bias, l->num_out + out, l->is_bias_bf16));
   }
   vec_store_some(mask, l->y + row * l->num_out + out, vec_mul(activate(gate, l->activation), other));
+}
+
+// Writes two vectors of products of a row: of a gated weight gates, and what they multiply.
+INLINE void finish_pair(const Linear *l, int64_t row, int64_t out, Vec first, Vec second) {
+  if (l->activation) {
+    finish_gated(l, row, out, first, second);
+  } else {
+    finish_sums(l, row, out, first);
+    finish_sums(l, row, out + LANES, second);
+  }
 }

@@ -540,9 +540,10 @@ CHILD = textwrap.dedent("""
     import jax
     from pallas_kernels import linear, linear_native, native_library, paged_attention as op, qkv_write, truncation
     from pallas_kernels import paged_attention_native as native, qkv_write_native, truncation_native
-    from pallas_kernels import grouped_matmul, grouped_matmul_native
     from pallas_kernels import delta_net, delta_net_native, mamba2, mamba2_native
     from pallas_kernels import short_convolution, short_convolution_native
+    from pallas_kernels import grouped_matmul, grouped_matmul_native, quantized_linear, quantized_linear_native
+    from pallas_kernels import quantized_grouped_matmul, quantized_grouped_matmul_native
     wanted, *path = sys.argv[1:]
     if path:
         native_library.PATH = Path(path[0])
@@ -561,6 +562,8 @@ CHILD = textwrap.dedent("""
     others["grouped_matmul"] = grouped_matmul, grouped_matmul_native
     others |= {"delta_net": (delta_net, delta_net_native), "mamba2": (mamba2, mamba2_native)}
     others["short_convolution"] = short_convolution, short_convolution_native
+    others["quantized_linear"] = quantized_linear, quantized_linear_native
+    others["quantized_grouped_matmul"] = quantized_grouped_matmul, quantized_grouped_matmul_native
     for name, (other, module) in (others | {"truncation": (truncation, truncation_native)}).items():
         for case_name, case in other.CASES.items():
             if module.unsupported("cpu", "cpu", other.dtype(case), **other.sizes(case)) is not None:
@@ -646,7 +649,9 @@ def test_says_that_it_is_an_old_one(fresh, monkeypatch):
 @needs_native
 def test_unknown_instruction_sets_are_refused(fresh, monkeypatch):
     monkeypatch.setenv("JAXSERVE_MAX_CPU_ISA", "sse")
-    with pytest.raises(ValueError, match="JAXSERVE_MAX_CPU_ISA: expected avx2, avx512, avx512bf16 or amx, got 'sse'"):
+    with pytest.raises(
+        ValueError, match="JAXSERVE_MAX_CPU_ISA: expected avx2, avx512, avx512_vnni, avx512bf16 or amx, got 'sse'"
+    ):
         native_library.unavailable()
 
 

@@ -1,0 +1,57 @@
+"""Choose which weights stay quantized in memory, and what multiplies by them."""
+
+import dataclasses
+import logging
+from pathlib import Path
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.errors import ConfigError
+from jaxserve.api.quantization import check_quantization
+from jaxserve.layers.model_config import ModelConfig
+from jaxserve.layers.parallel import DtypePolicy
+from jaxserve.layers.weight_forms import DECODED, WeightForms
+from jaxserve.models.loading import on_load_method
+from jaxserve.models.stored_forms import read_forms
+from pallas_kernels import OPERATIONS
+from pallas_kernels.registry import load
+from sharding.mesh import Device
+
+logger = logging.getLogger(__name__)
+
+
+def find_forms(config: EngineConfig, model: ModelConfig, directory: Path) -> WeightForms:
+    """Return the quantized weights of a model's checkpoint; none if the settings say that they are decoded."""
+    settings, method = check_quantization(config.quantization_config), on_load_method(config.quantization, directory)
+    if settings["weights"] == "decoded":
+        if method is not None:
+            raise ConfigError(
+                f"quantization={config.quantization!r} quantizes weights while they are loaded, and "
+                "quantization_config={'weights': 'decoded'} says that none stay so; leave one of both out"
+            )
+        return DECODED
+    activations = None if settings["activations"] is None else "group"
+    return read_forms(model, directory, config.load_format, activations, method)
+
+
+def with_forms(policy: DtypePolicy, config: EngineConfig, device: Device, forms: WeightForms) -> DtypePolicy:
+    """Return the policy with the quantized weights that stay so, and the implementation that multiplies by them."""
+    where = check_quantization(config.quantization_config)["weights"]
+    if not forms or where == "decoded":
+        return policy
+    kernels = OPERATIONS["quantized_linear"]
+    reasons = ["there is none"]
+    if policy.linear == "native" and "native" in kernels:
+        native = load("quantized_linear", "native")
+        reasons = forms.unsupported(native, device.platform, device.device_kind)
+        if not reasons:
+            logger.info("Quantized weights (%s) stay as they are: native kernels", forms)
+            return dataclasses.replace(policy, forms=forms, quantized="native")
+    if forms.activations is not None and where == "auto" and policy.linear == "native":
+        raise ConfigError(f"quantization_config.activations: native kernels cannot round these rows: {reasons[0]}")
+    if config.kernels == "native" and (where == "stored" or forms.method is not None):
+        raise ConfigError(f"kernels='native' cannot multiply by the checkpoint's quantized weights: {reasons[0]}")
+    if where == "auto" and forms.method is None:
+        logger.info("Quantized weights (%s) are decoded: no native kernels for them (%s)", forms, reasons[0])
+        return policy
+    logger.info("Quantized weights (%s) stay as they are: XLA decodes them in every step, which is slow", forms)
+    return dataclasses.replace(policy, forms=forms, quantized="xla")
