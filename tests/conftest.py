@@ -95,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
     make = EngineConfig.__init__
 
     def make_with_defaults(self: EngineConfig, **settings: Any) -> None:
-        make(self, **{**defaults, **drafting.default(settings), **settings})
+        make(self, **{**defaults, **settings, **drafting.default(settings)})
 
     EngineConfig.__init__ = make_with_defaults
 

@@ -1,15 +1,18 @@
 """Random draft heads on disk, and what they draft, read from the files with NumPy alone."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file, save_file
 
+from jaxserve.layers import linear
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import abstract_head
 from jaxserve.models.drafters.draft_head import DraftHead
@@ -130,6 +133,17 @@ def _random(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, np.nd
     return {name: generator.normal(0.0, 0.4, shape).astype(np.float32) for name, shape in sorted(shapes.items())}
 
 
+def spoil_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes linear layers return NaN for the rows that they need not compute, as kernels do that skip them."""
+    matmul = linear.matmul
+
+    def spoiling(param: Any, x: jax.Array, *, fused: Any, num_rows: jax.Array | None = None) -> jax.Array:
+        found = matmul(param, x, fused=fused, num_rows=num_rows)
+        return found if num_rows is None else jnp.where(jnp.arange(len(x))[:, None] < num_rows, found, jnp.nan)
+
+    monkeypatch.setattr(linear, "matmul", spoiling)
+
+
 # --------------------------------------------------------------------------------------------- the reading
 
 
@@ -152,7 +166,7 @@ def eagle3_hidden(
     positions, x = first + np.arange(len(states)), states
     for index in range(layer["num_hidden_layers"]):
         name = f"layers.{index}" if index else name
-        weight = {key.removeprefix(f"{name}."): tensors[key] for key in tensors if key.startswith(f"{name}.")}
+        weight = _below(tensors, f"{name}.")
         if index == 0:
             normed = norm(x, weight["hidden_norm.weight"], 1e-5)
             x = normed if config.get("norm_before_residual") else x
@@ -191,13 +205,47 @@ def mtp_hidden(
     tensors: Tensors, config: dict[str, Any], embedded: np.ndarray, states: np.ndarray, first: int
 ) -> np.ndarray:
     """Output of the MTP layer of a DeepSeek-V3 for tokens at positions from ``first`` on; experts sit in groups."""
-    name = f"model.layers.{config['num_hidden_layers']}."
-    weight = {key.removeprefix(name): tensor for key, tensor in tensors.items() if key.startswith(name)}
+    weight = _below(tensors, f"model.layers.{config['num_hidden_layers']}.")
     parts = [norm(embedded, weight["enorm.weight"], 1e-6), norm(states, weight["hnorm.weight"], 1e-6)]
     x, positions = np.concatenate(parts, 1) @ weight["eh_proj.weight"].T, first + np.arange(len(states))
     x = x + _latent_attention(norm(x, weight["input_layernorm.weight"], 1e-6), weight, config, positions)
     y = norm(x, weight["post_attention_layernorm.weight"], 1e-6)
     return x + (_experts(y, weight, config) if "mlp.gate.weight" in weight else _mlp(y, weight, "mlp."))
+
+
+def llama_states(tensors: Tensors, head_dim: int, tokens: np.ndarray) -> list[np.ndarray]:
+    """Input of each layer of a Llama, and the output of the last."""
+
+    def attend(x: np.ndarray, weight: Tensors) -> np.ndarray:
+        return _grouped_attention(x, weight, head_dim, np.arange(len(tokens)))
+
+    return _layers(tensors, tokens, attend, 1e-5)
+
+
+def deepseek_states(tensors: Tensors, config: dict[str, Any], tokens: np.ndarray) -> list[np.ndarray]:
+    """The same of a DeepSeek-V3 without experts; a layer for multi-token prediction is none of them."""
+
+    def attend(x: np.ndarray, weight: Tensors) -> np.ndarray:
+        return _latent_attention(x, weight, config, np.arange(len(tokens)))
+
+    last = f"model.layers.{config['num_hidden_layers']}."
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(last)}
+    return _layers(own, tokens, attend, 1e-6)
+
+
+def _layers(
+    tensors: Tensors, tokens: np.ndarray, attend: Callable[[np.ndarray, Tensors], np.ndarray], eps: float
+) -> list[np.ndarray]:
+    states = [tensors["model.embed_tokens.weight"][tokens]]
+    while weight := _below(tensors, f"model.layers.{len(states) - 1}."):
+        x = states[-1] + attend(norm(states[-1], weight["input_layernorm.weight"], eps), weight)
+        states.append(x + _mlp(norm(x, weight["post_attention_layernorm.weight"], eps), weight, "mlp."))
+    return states
+
+
+def _below(tensors: Tensors, name: str) -> Tensors:
+    """The tensors of a module, with names within it."""
+    return {key.removeprefix(name): tensor for key, tensor in tensors.items() if key.startswith(name)}
 
 
 def _grouped_attention(x: np.ndarray, weight: Tensors, head_dim: int, positions: np.ndarray) -> np.ndarray:

@@ -13,8 +13,10 @@ from typing import Any
 
 from scripts.server_child import REPOSITORY
 
-METHODS = ("grammar", "ngram", "suffix", "draft_model", "eagle3")
-"""Methods that any model can have: a draft model is the model itself, and a head is a random one."""
+METHODS = ("grammar", "ngram", "suffix", "draft_model", "eagle3", "mtp")
+"""Any model can have all but the last: a draft model is the model itself, and a head is a random one. With ``mtp``, a
+model that has such a layer takes the demo model's place, and others do not draft."""
+MTP_MODEL = REPOSITORY / "tests" / "demo_drafters" / "mtp"
 VARIABLE = "TESTS_SPECULATION"
 """The environment variable that has the method."""
 SHORTCUTS = ("spec_method", "spec_model", "spec_tokens")
@@ -22,17 +24,21 @@ NUM_TOKENS = 4
 
 
 def default(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of speculative decoding of an engine with these settings; empty without ``--speculation``."""
+    """What ``--speculation`` changes of an engine's settings."""
     method, own = os.environ.get(VARIABLE), (*SHORTCUTS, "speculative_config")
     if method is None or settings.get("runner") == "pooling" or not settings.keys().isdisjoint(own):
         return {}
-    return {"speculative_config": speculation(method, settings["model"])}
+    model = settings["model"]
+    if method == "mtp":
+        return {"model": str(MTP_MODEL), "speculative_config": speculation(method, model)} if model == "demo" else {}
+    return {"speculative_config": speculation(method, model)}
 
 
-def server_flags(model: str) -> list[str]:
-    """Flags of a server, empty without ``--speculation``."""
-    method = os.environ.get(VARIABLE)
-    return [] if method is None else ["--speculative-config", json.dumps(speculation(method, model))]
+def server(model: str) -> tuple[str, list[str]]:
+    """The model of a server and flags; without ``--speculation`` the one given, and none."""
+    changed = default({"model": model})
+    flags = ["--speculative-config", json.dumps(changed["speculative_config"])] if changed else []
+    return changed.get("model", model), [*flags, *(("--served-model-name", model) if "model" in changed else ())]
 
 
 def speculation(method: str, model: str) -> dict[str, Any]:

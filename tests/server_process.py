@@ -33,8 +33,9 @@ def running_server(
         environment: Added to this process' own.
         engine: Add the flags of ``SMALL_ENGINE``.
     """
+    model, drafts = drafting.server(model)
     all_flags = ["--compilation-cache-dir", str(PROGRAMS_CACHE), "--shutdown-timeout", "5"]
-    all_flags += [*drafting.server_flags(model), *(SMALL_ENGINE if engine else ()), *flags]
+    all_flags += [*drafts, *(SMALL_ENGINE if engine else ()), *flags]
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         limits = {"start_limit_s": START_LIMIT_S, "end_limit_s": END_LIMIT_S}
         with server_child.running_server(model, all_flags, Path(log.name), environment=environment, **limits) as server:

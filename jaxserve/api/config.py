@@ -106,7 +106,8 @@ class EngineConfig:
             ``suffix_decoding_min_token_prob`` (0.1). ``draft_model`` samples from a smaller ``model`` with the same
             vocabulary (a directory or hub id, and its ``revision``), of the same ``dtype`` by default, on the same
             devices; ``draft_sample_method`` says whether as each request asks for (``probabilistic``, the default) or
-            its most likely tokens (``greedy``). ``eagle`` and ``eagle3`` draft with an EAGLE or EAGLE-3 head
+            its most likely tokens (``greedy``); with ``parallel_drafting: true`` it guesses all in one pass, for which
+            it must have been trained (PARD). ``eagle`` and ``eagle3`` draft with an EAGLE or EAGLE-3 head
             (``model``), ``mtp`` with the model's own layer for multi-token prediction, all with
             ``draft_sample_method``. Of these four, requests with structured outputs take what their grammar forces
             alone. With ``deterministic``, completions are bit for bit those without drafts; otherwise drafts affect

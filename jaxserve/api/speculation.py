@@ -53,6 +53,7 @@ KEYS: Mapping[str, Key] = MappingProxyType(
         "suffix_decoding_max_spec_factor": Key(float, least=0, default=1.0),
         "suffix_decoding_min_token_prob": Key(float, least=0, most=1, default=0.1),
         "draft_tensor_parallel_size": Key(),
+        "parallel_drafting": Key(bool, default=False),
     }
 )
 TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -84,6 +85,7 @@ METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "dtype",
             "draft_tensor_parallel_size",
             "draft_sample_method",
+            "parallel_drafting",
         ),
         "eagle": (*_COMMON, *_HEAD),
         "eagle3": (*_COMMON, *_HEAD),

@@ -3,20 +3,24 @@
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.kernel_choice import choose_kernels
 from jaxserve.device.sharded_model import Drafter, ShardedModel
+from jaxserve.device.weight_choice import find_forms
 from jaxserve.layers.kv_layout import KVSpec, attended
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
+from jaxserve.layers.weight_forms import DECODED
 from jaxserve.models.abstract import AbstractModel, check_tensor_size, outline
 from jaxserve.models.drafters.source import find_head
-from jaxserve.models.loading import check_weights, find_model_directory, read_model_config
+from jaxserve.models.loading import check_weights, find_model_directory, read_model_config, read_model_fields
 
 logger = logging.getLogger(__name__)
+_MASK_TOKENS: Final = ("pard_token", "mask_token_id", "ptd_token_id")
+"""Keys of the config.json of draft models that guess several tokens in one pass."""
 
 
 def plan_drafter(config: EngineConfig, sharded: ShardedModel) -> Drafter | None:
@@ -38,13 +42,17 @@ def plan_drafter(config: EngineConfig, sharded: ShardedModel) -> Drafter | None:
     revision = settings.get("revision") if "model" in settings else config.revision
     directory = find_model_directory(name, revision, config.download_dir, config.hf_token, config.load_format)
     own: dict[str, Any] = {"dtype": settings.get("dtype", config.dtype), "speculative_config": None}
+    mask_token = None
     if method == "draft_model":
         head, model = None, _read_draft_model(config, name, directory, sharded)
+        mask_token = _read_mask_token(name, directory, model) if settings["parallel_drafting"] else None
         specs = tuple(attended(outline(model, Scope(parallel=sharded.parallel)).kv_specs))
+        own["quantization"] = None
+        forms = find_forms(dataclasses.replace(config, **own), model, directory)
     else:
         head = find_head(method, directory, sharded.config, config.load_format)
         model, own["dtype"] = head.config, sharded.policy.weights
-        specs = head.outline(Scope(parallel=sharded.parallel)).kv_specs
+        specs, forms = head.outline(Scope(parallel=sharded.parallel)).kv_specs, DECODED
     policy, kernel = choose_kernels(
         dataclasses.replace(config, **own),
         model,
@@ -52,6 +60,7 @@ def plan_drafter(config: EngineConfig, sharded: ShardedModel) -> Drafter | None:
         sharded.parallel,
         sharded.mesh.devices.flat[0],
         sharded.page_size,
+        forms,
     )
     what = model.architecture if head is None else f"{method} head"
     logger.info("Draft model: %s, %s; attention: %s", what, policy, kernel.name)
@@ -68,7 +77,7 @@ def plan_drafter(config: EngineConfig, sharded: ShardedModel) -> Drafter | None:
         head=head,
     )
     is_greedy = settings["draft_sample_method"] == "greedy"
-    return Drafter(drafter, directory, _table(name, specs, sharded), is_greedy)
+    return Drafter(drafter, directory, _table(name, specs, sharded), is_greedy, mask_token)
 
 
 def check_drafter(drafter: Drafter, model: AbstractModel, load_format: str) -> None:
@@ -95,6 +104,21 @@ def _read_draft_model(config: EngineConfig, name: str, directory: Path, sharded:
         )
     check_tensor_size(model, sharded.parallel)
     return model
+
+
+def _read_mask_token(name: str, directory: Path, model: ModelConfig) -> int:
+    """Return the token of a draft model that stands for those to come."""
+    fields, path = read_model_fields(directory)
+    key = next((each for each in _MASK_TOKENS if fields.get(each) is not None), None)
+    if key is None:
+        raise ConfigError(
+            f"speculative_config.parallel_drafting: {name} drafts one token in a pass, as {path} has none of "
+            f"{', '.join(_MASK_TOKENS)}; use a draft model that was trained for it (PARD), or leave the key out"
+        )
+    found = fields[key]
+    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < model.vocab_size:
+        raise ConfigError(f"{path}: {key}: expected a token from 0 to {model.vocab_size - 1}, got {found!r}")
+    return found
 
 
 def _table(name: str, specs: tuple[KVSpec, ...], sharded: ShardedModel) -> int:

@@ -1,24 +1,26 @@
 """Drafting on the device: after the sampler, a draft model guesses the tokens of each slot's next row.
 
-Each draft takes a pass of the draft model over one token per row. The host says how many drafts the next rows want. The
-draft model takes in every token that the model took in during the step, and the sampled ones, so that its keys and
-values are in the same pages at the same positions, whatever happened to a context before. Drafts stay on the device
-(``LatestTokens.drafts``), where the slot's next row reads them.
+The draft model takes in every token that the model took in and kept during the step, and the sampled ones, so that its
+keys and values are in the same pages at the same positions, whatever happened to a context before. Each further draft
+takes a pass over one token per row, unless the draft model guesses all in one (``parallel_drafting``). The host says
+how many drafts the next rows want. Drafts stay on the device (``LatestTokens.drafts``), where the slot's next row reads
+them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jaxserve.api.sampling_options import SAMPLING_OPTIONS, OptionValues
 from jaxserve.device.draft_inputs import DraftInputs, StepTokens
+from jaxserve.device.draft_rows import DraftRows, DraftTokens
 from jaxserve.device.handed_over import abstract_hidden
 from jaxserve.device.head_states import HeadStates
-from jaxserve.device.sampler_batch import SLOT_PARAMS, unpack_arrays
+from jaxserve.device.parallel_drafting import sample_at_masks
+from jaxserve.device.sampler_batch import unpack_arrays
 from jaxserve.device.sharded_model import Drafter, ShardedModel
 from jaxserve.device.step_batch import BatchShape, LatestTokens, TokenPlaces, row_of_each_token, token_places
 from jaxserve.device.step_state import StepState
@@ -93,27 +95,61 @@ def draft(
     drafter, (pools, latest, states) = sharded.drafter, before
     assert drafter is not None and latest.drafts is not None
     fields = unpack_arrays(buffer, shape.fields) | {"tokens": given.tokens, "starts": given.starts}
-    rows = _Rows.of(fields, latest, sharded, drafter)
+    rows, num_drafts = DraftRows.of(fields, latest, sharded, drafter), fields["num_drafts"]
     first, seen = len(sharded.own_pools()), None
     run = _Run.of(sharded, arrays, rows, fields["variant"] if variant == "any" else jnp.int32(VARIANTS.index(variant)))
+    tokens = _tokens(fields, rows, shape, drafter, latest.drafts.shape[1])
     if states is not None:
-        own = run.seen(given)
+        own = run.seen(given, jnp.where(rows.is_used, fields["query_lens"], 0).sum())
         kept = run.kept(states, own, fields)
         seen, states = _Seen(own, run.before(states._replace(pages=kept.pages), fields)), kept
-    taken = run.take_in(fields, pools[first:], shape, seen)
-    empty = jnp.zeros((latest.drafts.shape[1], shape.num_rows), jnp.int32)
+    hidden, drafted_pools = run.take_in(fields, pools[first:], shape, tokens, seen)
+    filled = jnp.zeros((latest.drafts.shape[1], shape.num_rows), jnp.int32)
+
+    def at_round(i: Int[Array, ""]) -> _Run:
+        return _Run.of(sharded, _for_round(sharded, drafter, arrays, i), rows, run.variant)
+
+    if drafter.mask_token is None:
+        taken = _Taken(drafted_pools, hidden.at[tokens.sampled].get(mode="clip"))
+        drafted_pools, filled = _draft_in_turn(taken, filled, num_drafts, at_round)
+    else:
+        most = shape.sampler.num_samples
+        filled = sample_at_masks(
+            hidden, tokens, rows, num_drafts, filled, most, lambda i, *given: at_round(i).sampled(*given)
+        )
+    slots = jnp.where(rows.samples, fields["sampled_slots"], sharded.num_slots)
+    latest = latest._replace(drafts=latest.drafts.at[slots].set(filled.T, mode="drop"))
+    return Drafted((*pools[:first], *drafted_pools), latest, states)
+
+
+def _tokens(
+    fields: Mapping[str, Array], rows: DraftRows, shape: BatchShape, drafter: Drafter, most_drafts: int
+) -> DraftTokens:
+    """Return the tokens that a drafter takes in after a step."""
+    if drafter.mask_token is None:
+        return DraftTokens.of(fields, rows, shape.num_tokens + shape.num_rows)
+    num_tokens, num_added = shape.num_tokens + shape.num_rows * most_drafts, jnp.maximum(fields["num_drafts"], 1)
+    return DraftTokens.of(fields, rows, num_tokens, num_added, drafter.mask_token)
+
+
+def _draft_in_turn(
+    taken: "_Taken",
+    empty: Int[Array, "drafts R"],
+    num_drafts: Int[Array, ""],
+    at_round: Callable[[Int[Array, ""]], "_Run"],
+) -> tuple[tuple[Pools, ...], Int[Array, "drafts R"]]:
+    """Return the drafter's pools and the drafts, each of which takes a pass over the one before it."""
 
     def one_more(i: Int[Array, ""], carry: tuple[_Taken, Int[Array, "drafts R"]]) -> Any:
         taken, filled = carry
-        inside = _Run.of(sharded, _for_round(sharded, drafter, arrays, i), rows, run.variant)
+        run = at_round(i)
         num_passes = jnp.minimum(i, 1)  # none before the first draft; a condition might copy the pages
-        taken = lax.fori_loop(0, num_passes, lambda _, taken: inside.go_on(taken, filled[i - 1], i), taken)
-        return taken, filled.at[i].set(inside.sampled(taken.hidden, i))
+        taken = lax.fori_loop(0, num_passes, lambda _, taken: run.go_on(taken, filled[i - 1], i), taken)
+        inputs = run.rows.inputs._replace(positions=run.rows.position + i + 1)
+        return taken, filled.at[i].set(run.sampled(taken.hidden, inputs, run.rows.num_used))
 
-    taken, filled = lax.fori_loop(0, fields["num_drafts"], one_more, (taken, empty))
-    slots = jnp.where(rows.samples, fields["sampled_slots"], sharded.num_slots)
-    latest = latest._replace(drafts=latest.drafts.at[slots].set(filled.T, mode="drop"))
-    return Drafted((*pools[:first], *taken.pools), latest, states)
+    taken, filled = lax.fori_loop(0, num_drafts, one_more, (taken, empty))
+    return taken.pools, filled
 
 
 def _for_round(
@@ -129,50 +165,6 @@ def _for_round(
     tables, _ = lax.optimization_barrier(([arrays[index] for index in indices], i))
     changed = dict(zip(indices, tables, strict=True))
     return tuple(changed.get(index, array) for index, array in enumerate(arrays))
-
-
-class _Rows(NamedTuple):
-    """The rows of a step, for the drafter.
-
-    Attributes:
-        is_used: Whether there is such a row.
-        samples: Whether it has sampled a token.
-        token: That token, its latest.
-        position: Position of that token.
-        limits: Most tokens that its request can reach.
-        page_table: Its pages, in the page table that the drafter uses.
-        inputs: Sampling parameters, without positions.
-    """
-
-    is_used: Bool[Array, " R"]
-    samples: Bool[Array, " R"]
-    token: Int[Array, " R"]
-    position: Int[Array, " R"]
-    limits: Int[Array, " R"]
-    page_table: Int[Array, "R M"]
-    inputs: SamplerInputs
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Array], latest: LatestTokens, sharded: ShardedModel, drafter: Drafter) -> "_Rows":
-        slots = fields["sampled_slots"]
-        samples = slots < sharded.num_slots
-        options = {name: fields[name] for name in SLOT_PARAMS}
-        inputs = SamplerInputs(
-            options=OptionValues(**{name: options[name] for name in SAMPLING_OPTIONS}),
-            seeds=fields["seeds"],
-            positions=slots,
-            slots=slots,
-            arguments=fields["arguments"].T,
-        )
-        return cls(
-            is_used=jnp.arange(len(slots)) < fields["num_rows"],
-            samples=samples,
-            token=latest.token_ids.at[slots].get(mode="clip"),
-            position=jnp.where(samples, latest.positions.at[slots].get(mode="clip"), 0),
-            limits=fields["row_limits"],
-            page_table=fields["page_tables"][drafter.table],
-            inputs=inputs,
-        )
 
 
 class _Seen(NamedTuple):
@@ -219,11 +211,11 @@ class _Run(NamedTuple):
     model: CausalLM | DraftHead
     target: CausalLM | None
     drafter: Drafter
-    rows: _Rows
+    rows: DraftRows
     variant: Int[Array, ""]
 
     @classmethod
-    def of(cls, sharded: ShardedModel, arrays: tuple[Array, ...], rows: _Rows, variant: Int[Array, ""]) -> "_Run":
+    def of(cls, sharded: ShardedModel, arrays: tuple[Array, ...], rows: DraftRows, variant: Int[Array, ""]) -> "_Run":
         """Return the drafter of a model, with the packed parameters of both."""
         drafter = sharded.drafter
         assert drafter is not None
@@ -233,10 +225,10 @@ class _Run(NamedTuple):
         whole = sharded if sharded.parallel.residual_axis is None else sharded.with_whole_rows
         return cls(drafter.sharded.draft_head(own), whole.model(arrays), drafter, rows, variant)
 
-    def seen(self, given: StepTokens) -> Float[Array, "T D"]:
-        """Return the states of the step's tokens."""
+    def seen(self, given: StepTokens, num_tokens: Int[Array, ""]) -> Float[Array, "T D"]:
+        """Return the states of the step's ``num_tokens`` tokens; those of padding are undefined."""
         assert isinstance(self.model, DraftHead) and self.target is not None and given.hidden is not None
-        return self.model.seen_state(self.target, given.hidden, given.aux).astype(given.hidden.dtype)
+        return self.model.seen_state(self.target, given.hidden, given.aux, num_tokens).astype(given.hidden.dtype)
 
     def before(self, states: HeadStates, fields: Mapping[str, Array]) -> Float[Array, "R D"]:
         """Return the states of the tokens before the rows; ``states`` have those of pages that the step fills, as a
@@ -255,39 +247,29 @@ class _Run(NamedTuple):
         return states.updated(own, positions, pages, fields["query_starts"] + num_kept - 1, slots, page_size)
 
     def take_in(
-        self, fields: Mapping[str, Array], pools: tuple[Pools, ...], shape: BatchShape, seen: _Seen | None
-    ) -> _Taken:
-        """Take in the step's tokens and those that it has sampled.
-
-        Each row has one more token than in the step. Where drafts were rejected, tokens without use follow the sampled
-        one, whose entries later steps overwrite.
-        """
-        rows, num_rows, num_tokens = self.rows, shape.num_rows, shape.num_tokens + shape.num_rows
-        begins = jnp.where(rows.is_used, fields["query_starts"] + jnp.arange(num_rows, dtype=jnp.int32), num_tokens)
-        moved_to = jnp.arange(shape.num_tokens, dtype=jnp.int32) + fields["token_rows"]
-        added = begins + fields["query_lens"]
-        row_of = jnp.full(num_tokens, num_rows, jnp.int32).at[moved_to].set(fields["token_rows"])
-        row_of = row_of.at[added].set(jnp.arange(num_rows, dtype=jnp.int32), mode="drop")
-        sampled = jnp.where(rows.samples, begins + rows.position - fields["starts"], num_tokens)
-        tokens = jnp.zeros(num_tokens, jnp.int32).at[moved_to].set(fields["tokens"])
-        tokens = tokens.at[sampled].set(rows.token, mode="drop")
-        offsets = (fields["starts"] - begins).at[row_of].get(mode="fill", fill_value=0)
-        positions = jnp.where(row_of < num_rows, offsets + jnp.arange(num_tokens, dtype=jnp.int32), 0)
-        lens = jnp.where(rows.is_used, fields["query_lens"] + 1, 0)
+        self,
+        fields: Mapping[str, Array],
+        pools: tuple[Pools, ...],
+        shape: BatchShape,
+        tokens: DraftTokens,
+        seen: _Seen | None,
+    ) -> tuple[Float[Array, "T D"], tuple[Pools, ...]]:
+        """Take in the tokens after a step; return their hidden states and the pools."""
+        rows = self.rows
         batch: dict[str, Array] = {
             "page_tables": rows.page_table[None],
-            "context_lens": fields["starts"] + lens,
-            "query_starts": begins,
-            "query_lens": lens,
+            "context_lens": fields["starts"] + tokens.lens,
+            "query_starts": tokens.begins,
+            "query_lens": tokens.lens,
             "num_rows": fields["num_rows"],
         }
         splits = shape.decode_only and self.drafter.sharded.splits_rows
         if splits:
-            batch = row_of_each_token(batch | {"positions": positions, "token_rows": row_of}, row_of < num_rows)
-        places = self._places(positions, row_of, rows.page_table)
-        before = None if seen is None else seen.before(moved_to, begins, num_tokens)
-        hidden, pools = self._through(tokens, positions, row_of, batch, places, pools, splits, before)
-        return _Taken(pools, hidden.at[sampled].get(mode="clip"))
+            given = {"positions": tokens.positions, "token_rows": tokens.row_of}
+            batch = row_of_each_token(batch | given, tokens.row_of < shape.num_rows)
+        places = self._places(tokens.positions, tokens.row_of, rows.page_table)
+        before = None if seen is None else seen.before(tokens.moved_to, tokens.begins, len(tokens.tokens))
+        return self._through(tokens.tokens, tokens.positions, tokens.row_of, batch, places, pools, splits, before)
 
     def go_on(self, taken: _Taken, drafts: Int[Array, " R"], count: Int[Array, ""]) -> _Taken:
         """Take in the latest draft of each row, which is ``count`` tokens after its sampled one."""
@@ -298,7 +280,7 @@ class _Run(NamedTuple):
             "context_lens": jnp.where(rows.is_used, positions + 1, 0),
             "query_starts": row,
             "query_lens": rows.is_used.astype(jnp.int32),
-            "num_rows": rows.is_used.sum(dtype=jnp.int32),
+            "num_rows": rows.num_used,
         }
         places = self._places(positions, jnp.where(rows.samples, row, len(row)), rows.page_table)
         state = None if isinstance(self.model, CausalLM) else self.model.next_state(taken.hidden)
@@ -360,9 +342,9 @@ class _Run(NamedTuple):
             found = self.model.hidden(self.model.embedded(self.target, tokens), before, own, pools, settings)
         return found.x, tuple(found.pools)
 
-    def sampled(self, hidden: Float[Array, "R D"], count: Int[Array, ""]) -> Int[Array, " R"]:
-        """Return the token that follows ``count`` drafts of each row, drawn with the noise of its position."""
-        sharded, num_rows = self.drafter.sharded, self.rows.is_used.sum(dtype=jnp.int32)
+    def sampled(self, hidden: Float[Array, "N D"], inputs: SamplerInputs, num_rows: Int[Array, ""]) -> Int[Array, " N"]:
+        """Return the tokens after the first ``num_rows`` hidden states, drawn with the noise of their positions."""
+        sharded = self.drafter.sharded
         if isinstance(self.model, CausalLM):
             logits = self.model.logits(hidden, num_rows, sharded.layer_tile)
         else:
@@ -372,7 +354,6 @@ class _Run(NamedTuple):
                 width = sharded.vocab_width // sharded.parallel.parts(sharded.parallel.vocab)
                 logits = sharded.split.part(logits, width, -jnp.inf)
         is_greedy = (self.variant == VARIANTS.index("greedy")) | self.drafter.is_greedy
-        inputs = self.rows.inputs._replace(positions=self.rows.position + count + 1)
         values, structure = jax.tree.flatten(inputs)
 
         def tokens_of(logits: Float[Array, "R V"], *values: Array) -> Int[Array, " R"]:

@@ -110,8 +110,8 @@ class ShardedModel:
     def sampler(self) -> SamplerSettings:
         """Static settings of the sampler."""
         assert self.logprobs_mode in LOGPROBS_MODES, self.logprobs_mode
-        truncation = self.truncation or select_truncation(self.mesh.devices.flat[0])
-        argmax = load("argmax", self.policy.linear)
+        argmax, truncation = load("argmax", self.policy.linear), self.truncation
+        truncation = truncation or select_truncation(self.mesh.devices.flat[0])
         return SamplerSettings(self.max_logprobs, self.logprobs_mode, self.processors, truncation, argmax, self.split)
 
     @property
@@ -215,9 +215,7 @@ class ShardedModel:
 
     def placed(self, mesh: Mesh, num_pages: int) -> "ShardedModel":
         """Return the same model on another mesh, with another number of pages."""
-        drafter = self.drafter
-        if drafter is not None:
-            drafter = drafter._replace(sharded=drafter.sharded.placed(mesh, num_pages))
+        drafter = self.drafter and self.drafter._replace(sharded=self.drafter.sharded.placed(mesh, num_pages))
         return dataclasses.replace(self, mesh=mesh, num_pages=num_pages, drafter=drafter)
 
     def for_shape(self, shape: BatchShape) -> "ShardedModel":
@@ -392,9 +390,11 @@ class Drafter(NamedTuple):
         directory: Its checkpoint.
         table: The page table of that model that it uses.
         is_greedy: Whether drafts are its most likely tokens; else they are sampled as its requests ask for.
+        mask_token: Stands for tokens to come, so that one pass drafts all; None: each draft takes a pass.
     """
 
     sharded: ShardedModel
     directory: Path
     table: int
     is_greedy: bool
+    mask_token: int | None = None

@@ -14,6 +14,7 @@ from tests.random_checkpoint import DEEPSEEK, LLAMA, SHARING, write_checkpoint, 
 VOCAB_SIZE = 360
 MAX_LENGTH = 128
 _BASE = {**LLAMA, "vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_LENGTH, "eos_token_id": [2, 90, 91]}
+_BASE |= {"pard_token": 17}
 _HEAD = {**HEAD, "vocab_size": VOCAB_SIZE}
 _WINDOW = {"sliding_window": 12}
 FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(

@@ -149,6 +149,8 @@ def _speculation(rng: random.Random, method: str) -> dict[str, Any]:
             "suffix_decoding_max_spec_factor": rng.choice((1.0, 2.5)),
             "suffix_decoding_min_token_prob": rng.choice((0.0, 0.1)),
         }
+    if method == "draft_model":
+        found["parallel_drafting"] = rng.random() < 0.4
     if method not in _ON_HOST:
         found["draft_sample_method"] = rng.choice(("probabilistic", "probabilistic", "greedy"))
     return found

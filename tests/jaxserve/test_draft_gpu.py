@@ -24,7 +24,7 @@ from tests.draft_heads import HEAD, write_eagle3
 from tests.random_checkpoint import DEEPSEEK, LLAMA
 
 SIZES = {"hidden_size": 128, "head_dim": 64, "vocab_size": 64}
-TARGET = {**LLAMA, **SIZES, "num_hidden_layers": 3}
+TARGET = {**LLAMA, **SIZES, "num_hidden_layers": 3, "pard_token": 5}
 HEADS = {**HEAD, **SIZES, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
 LATENT = {
     **DEEPSEEK,
@@ -46,8 +46,8 @@ def planned(method: str, directory: Path, tensor: int = 1, backend: str | None =
     if method == "eagle3":
         write_eagle3(directory / "head", HEADS)
         drafts["model"] = str(directory / "head")
-    elif method == "draft_model":
-        drafts["model"] = str(directory)
+    elif method in ("draft_model", "pard"):
+        drafts |= {"method": "draft_model", "model": str(directory), "parallel_drafting": method == "pard"}
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 64, "max_num_batched_tokens": 64}
     settings |= {"dtype": "bfloat16", "tensor_parallel_size": tensor, "attention_backend": backend}
     config = EngineConfig(model=str(directory), speculative_config=drafts, **settings)
@@ -67,7 +67,7 @@ def shape_of(num_rows: int) -> BatchShape:
 SLOW = pytest.mark.slow
 CASES = [
     ("eagle3", 1),
-    *[pytest.param(*case, marks=SLOW) for case in [("eagle3", 2), ("draft_model", 2), ("ngram", 1)]],
+    *[pytest.param(*case, marks=SLOW) for case in [("eagle3", 2), ("draft_model", 2), ("pard", 2), ("ngram", 1)]],
     pytest.param("mtp", 1, marks=[SLOW, pytest.mark.skipif(KERNEL != "triton", reason="its experts ask for a GPU")]),
 ]
 
@@ -92,7 +92,7 @@ HAS_CUDA = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_CUDA or sys.version_info < (3, 12), reason="needs JAX's CUDA wheels")
-@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model", "ngram"])
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model", "pard", "ngram"])
 def test_steps_with_drafts_compile_for_gpus(method: str, tmp_path: Path) -> None:
     """The drafter's pages and states are a part of the state, which the compiler accepts as updated in place."""
     model = planned(method, tmp_path)

@@ -40,7 +40,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "speculators-norms": as_speculators(HEAD, norm_before_fc=True, norm_output=True),
     "eagle-3.1": as_speculators(HEAD, fc_norm=True, norm_output=True, norm_before_residual=True),
 }
-LENGTH = 9
+LENGTH, PAGE_SIZE = 9, 64
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +55,19 @@ def drafted(head: DraftHead, target: CausalLM, tokens: np.ndarray, states: jax.A
 
     The state before each token is given; the first token has an index of 0, as positions count only relatively.
     """
-    kernel = choose_attention(jax.devices()[0], "float32", operation=head.kv_specs[0].operation, page_size=16)
+    kernel = choose_attention(jax.devices()[0], "float32", operation=head.kv_specs[0].operation, page_size=PAGE_SIZE)
     pools = list[Pools]()
     for spec in head.kv_specs:
-        arrays = kernel.implementation.pool_specs(2, 16, spec.num_kv_heads, spec.head_dim)
+        arrays = kernel.implementation.pool_specs(1, PAGE_SIZE, spec.num_kv_heads, spec.head_dim)
         pools.append(tuple(jnp.zeros(array.shape) for array in arrays))
-    settings, length = AttentionSettings(kernel.implementation, 16, decode_only=False), len(tokens)
+    settings, length = AttentionSettings(kernel.implementation, PAGE_SIZE, decode_only=False), len(tokens)
 
     def run(tokens: Any, states: jax.Array, pools: list[Pools], first: int) -> HiddenStates:
         positions, num_tokens = first + jnp.arange(len(tokens)), jnp.array([len(tokens)])
         row, zero = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
-        table = AttentionBatch(
-            row, first + num_tokens, zero, num_tokens, jnp.int32(1), positions // 16, positions % 16, jnp.int32(0)
-        )
-        batch = TokenBatch(jnp.asarray(tokens), positions, jnp.full(len(tokens), 32), (table,))
+        pages, length = jnp.zeros_like(positions), first + num_tokens
+        table = AttentionBatch(row, length, zero, num_tokens, jnp.int32(1), pages, positions, jnp.int32(0))
+        batch = TokenBatch(jnp.asarray(tokens), positions, jnp.full(len(tokens), PAGE_SIZE), (table,))
         return head.hidden(head.embedded(target, batch.tokens), states, batch, pools, settings)
 
     found = run(tokens, states, pools, 0)
@@ -194,6 +193,32 @@ def test_mtp_drafts_what_its_files_say(tmp_path: Path) -> None:
     assert_drafts(found, read, tokens, states)
     for broken in ((np.roll(tokens, 1), states), (tokens, np.roll(states, 1, 0)), (tokens, hidden)):
         assert np.abs(found[0][1:] - read(*broken)[0][1:]).max() > 0.1
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_padding_is_not_projected(
+    llama: tuple[Path, CausalLM], method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the states of tokens, where a head projects them, nor they together with embeddings."""
+    (directory, target), random = llama, np.random.default_rng(6)
+    if method == "mtp":
+        write_mtp(tmp_path, DEEPSEEK)
+        directory, target = tmp_path, load_model(tmp_path)
+    elif method == "eagle":
+        write_eagle(tmp_path, {**HEAD, "architectures": ["LlamaForCausalLM"]})
+    else:
+        write_eagle3(tmp_path, HEAD)
+    head = load_head(method, tmp_path, directory)
+    hidden, aux, embedded = (jnp.asarray(random.normal(size=(LENGTH, width)), jnp.float32) for width in (16, 48, 16))
+    states = head.seen_state(target, hidden, aux)
+    inputs = head.combined(embedded, states)
+    draft_heads.spoil_padding(monkeypatch)
+    few = jnp.int32(LENGTH - 3)
+    found = head.seen_state(target, hidden, aux, few), head.combined(embedded, states, few)
+    for each, expected in zip(found, (states, inputs), strict=True):
+        np.testing.assert_array_equal(each[:few], expected[:few])
+    spoiled = [bool(jnp.isnan(each[few:]).all()) for each in found]
+    assert spoiled == ([True, False] if method == "eagle3" else [False, True])
 
 
 @pytest.mark.parametrize("architecture", MTP_ARCHITECTURES)

@@ -22,7 +22,7 @@ from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.models.loading import load_model
 from jaxserve.scheduling.draft_passes import DraftPasses
 from pallas_kernels import AttentionBatch
-from tests.draft_heads import HEAD, as_speculators, load_head, write_eagle, write_eagle3, write_mtp
+from tests.draft_heads import HEAD, as_speculators, load_head, spoil_padding, write_eagle, write_eagle3, write_mtp
 from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint, write_tokenizer
 
 SETTINGS: dict[str, Any] = {
@@ -173,6 +173,17 @@ def test_answers_on_several_devices_are_those_without_a_head(pair: Pair, mesh: d
         with LLM(str(pair.model), **SETTINGS, **mesh, **more) as llm:
             found.append([pair.answers(llm, **options) for options in sampled])
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_what_kernels_leave_in_padding_changes_no_draft(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil_padding(monkeypatch)
+    model = str(pair.model if pair.method == "eagle" else pair.head)
+    with LLM(model, **SETTINGS, speculative_config=pair.speculation) as llm:
+        answers = pair.answers(llm, temperature=0.0)
+        monkeypatch.setattr(pair, "llm", llm)
+        assert answers == pair.greedy
+        assert num_right_drafts(pair, 20) == len(PROMPTS)
 
 
 def latest_tokens(llm: LLM) -> LatestTokens:

@@ -12,6 +12,7 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.build import load_params
 from jaxserve.reshard.resident_weights import check_same_parameters, move_weights
+from pallas_kernels.native_library import unavailable
 from tests.checkpoints.quantized.test_gguf_blocks import decode as decoded
 from tests.gguf_files import write_gguf
 from tests.gguf_models import metadata_of, random_store, to_gguf
@@ -175,3 +176,23 @@ def test_rows_that_cannot_be_cut_between_records(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {**DENSE, **sizes}, seed=1)
     with pytest.raises(ConfigError, match="down_proj.weight: quantized rows of 24 features cannot be cut into 4 parts"):
         LLM(str(tmp_path), quantization="int8_w8a8", tensor_parallel_size=4)
+
+
+@pytest.mark.skipif(unavailable() is not None, reason="needs the native kernels")
+@pytest.mark.parametrize("settings", [{}, {"quantization_config": {"activations": "int8"}}], ids=["file's", "int8"])
+def test_answers_do_not_depend_on_the_batch(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Log-probabilities are equal bit for bit, alone and beside another request, in one chunk and in several."""
+    _, quantized = write(tmp_path, DENSE, CASES["gptq 4 bits"])
+    with LLM(str(quantized), warm_up=False, enable_prefix_caching=False, **COMMON, **settings) as llm:
+        together = generated(llm)
+        alone = [llm.generate([prompt], GREEDY)[0].outputs[0] for prompt in PROMPTS]
+    for one, other in zip(together, alone, strict=True):
+        assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
+
+
+def test_the_plan_counts_the_bytes_of_stored_weights(tmp_path: Path) -> None:
+    _, quantized = write(tmp_path, DENSE, CASES["compressed-tensors int8"])
+    for choice in (STORED, DECODED):
+        plan = make_plan(quantized, **choice)
+        arrays = load_params(plan, plan.models[0])
+        assert plan.needs.weights == sum(array.nbytes for array in arrays)

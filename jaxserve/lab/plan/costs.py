@@ -55,12 +55,12 @@ class Steps:
         shape = self._shape(split.rows * per_row, split.rows, per_row)
         return self._cost(work, shape, common, split.rows * per_row, split.num_steps)
 
-    def drafter_pass(self, batch: int, context: int, num_tokens: int) -> float:
+    def drafter_pass(self, batch: int, context: int, num_tokens: int, num_drafts: int = 1) -> float:
         """Return the seconds in which the drafter of the last stage takes in ``num_tokens`` tokens of each sequence of
-        a microbatch and guesses the token after them."""
+        a microbatch and guesses the tokens after the last ``num_drafts`` of them."""
         last, split = self._stages.models[-1], self.split(batch)
         assert last.drafter is not None and self._drafter is not None
-        work = self._drafter.decode(split.rows, context, split.all_rows, num_tokens, 1)
+        work = self._drafter.decode(split.rows, context, split.all_rows, num_tokens, num_drafts)
         found = self._rows(drafter_collectives(last, self._shape(split.rows * num_tokens, split.rows)))
         turns = self._turns(split.num_steps)
         return self._seconds(last.drafter.sharded, work, found, split.rows * num_tokens, turns).total

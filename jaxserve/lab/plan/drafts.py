@@ -36,8 +36,9 @@ def plan_drafting(
         plain, step = steps.decode(batch, context), steps.decode(batch, context, num_drafts)
         drafting = 0.0
         if last.drafter is not None:
-            first, further = (steps.drafter_pass(batch, context, count) for count in (2 + num_drafts, 1))
-            drafting = first + max(num_drafts - 1, 0) * further
+            num_added = 1 if last.drafter.mask_token is None else max(num_drafts, 1)
+            drafting = steps.drafter_pass(batch, context, 1 + num_drafts + num_added, num_added)
+            drafting += max(num_drafts - num_added, 0) * steps.drafter_pass(batch, context, 1)
             if device.platform == "cpu":
                 drafting += device.launch_overhead_s * last.mesh.devices.size
         step = dataclasses.replace(step, stage_s=(*step.stage_s[:-1], step.stage_s[-1] + drafting))

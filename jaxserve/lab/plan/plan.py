@@ -12,6 +12,7 @@ from jaxserve.api.errors import MemoryPlanError
 from jaxserve.device.build import PlannedStages, find_model, mesh_shape_of, plan_stages
 from jaxserve.device.layout_choice import choose_layout
 from jaxserve.device.memory import fit_to_memory
+from jaxserve.device.weight_choice import find_forms
 from jaxserve.lab.devices import Device
 from jaxserve.lab.hardware import get_device, get_link
 from jaxserve.lab.links import Link
@@ -97,7 +98,8 @@ def plan_config(
     placement = Placement(shape, device, device.fewest_hosts(shape.num_devices) if hosts is None else hosts)
     layout = choose_layout(config, model)
     whole = make_mesh(shape, device.planned(shape.num_devices, placement.devices_per_host))
-    stages = plan_stages(config, model, layout, stage_slices(data_slices(whole)[0])[0])
+    forms = find_forms(config, model, find_model(config))
+    stages = plan_stages(config, model, layout, stage_slices(data_slices(whole)[0])[0], forms)
     problem = None
     try:
         needs, _ = fit_to_memory(config, stages.needs, stages.device, placement.devices_per_host)

@@ -4,9 +4,10 @@ import dataclasses
 from typing import NamedTuple
 
 from jaxserve.api.config import EngineConfig
-from jaxserve.device.build import mesh_shape_of, plan_stages
+from jaxserve.device.build import find_model, mesh_shape_of, plan_stages
 from jaxserve.device.layout_choice import choose_layout
 from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.device.weight_choice import find_forms
 from jaxserve.lab.devices import Device
 from jaxserve.lab.plan.plan import read_model
 from jaxserve.models.stages import StageLayers
@@ -37,7 +38,8 @@ def model_without_devices(config: EngineConfig, device: Device) -> MeshModel:
     shape = mesh_shape_of(config, model)
     mesh = make_mesh(shape, device.planned(shape.num_devices, shape.num_devices))
     layout = choose_layout(config, model)
-    stages = plan_stages(config, model, layout, stage_slices(data_slices(mesh)[0])[0]).models
+    forms = find_forms(config, model, find_model(config))
+    stages = plan_stages(config, model, layout, stage_slices(data_slices(mesh)[0])[0], forms).models
     return MeshModel(shape, dataclasses.replace(stages[0], stage=None), tuple(stages))
 
 

@@ -59,7 +59,11 @@ class DraftHead(nnx.Module, ABC):
 
     @abstractmethod
     def seen_state(
-        self, target: CausalLM, hidden: Float[Array, "T target"], aux: Float[Array, "T aux"] | None
+        self,
+        target: CausalLM,
+        hidden: Float[Array, "T target"],
+        aux: Float[Array, "T aux"] | None,
+        num_tokens: Int[Array, ""] | None = None,
     ) -> Float[Array, "T D"]:
         """Return the states of tokens that the target has seen.
 
@@ -67,11 +71,15 @@ class DraftHead(nnx.Module, ABC):
             target: The target, or its last stage.
             hidden: Hidden states before the norm of the target's head.
             aux: Inputs of ``aux_layers``.
+            num_tokens: States from this on are undefined; None: all are computed.
         """
 
     @abstractmethod
-    def combined(self, embedded: Float[Array, "T D"], state: Float[Array, "T D"]) -> Float[Array, "T width"]:
-        """Return the first layer's input from tokens' embeddings and the states of the tokens before them."""
+    def combined(
+        self, embedded: Float[Array, "T D"], state: Float[Array, "T D"], num_tokens: Int[Array, ""] | None = None
+    ) -> Float[Array, "T width"]:
+        """Return the first layer's input from tokens' embeddings and the states of the tokens before them; rows from
+        ``num_tokens`` on are undefined."""
 
     @abstractmethod
     def next_state(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -118,7 +126,7 @@ class DraftHead(nnx.Module, ABC):
         rotations = tuple(rope_cos_sin(rope, positions, batch.lengths) for rope in self.ropes)
         inputs = [AttentionInputs(table, num_tokens, positions, rotations) for table in batch.attention]
         layers = cast(Sequence[DecoderLayer], self.layers)
-        return run_layers(layers, self.combined(embedded, state), pools, inputs, settings)
+        return run_layers(layers, self.combined(embedded, state, num_tokens), pools, inputs, settings)
 
     def final(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return the input of the output head."""

@@ -88,14 +88,21 @@ class EagleHead(DraftHead):
         self.projection = replicated_linear(2 * size, "fc", size, scope, bias=bias)
 
     def seen_state(
-        self, target: CausalLM, hidden: Float[Array, "T target"], aux: Float[Array, "T aux"] | None
+        self,
+        target: CausalLM,
+        hidden: Float[Array, "T target"],
+        aux: Float[Array, "T aux"] | None,
+        num_tokens: Int[Array, ""] | None = None,
     ) -> Float[Array, "T D"]:
         """Return the input of the target's output head."""
         return target.final(hidden)
 
-    def combined(self, embedded: Float[Array, "T D"], state: Float[Array, "T D"]) -> Float[Array, "T width"]:
+    def combined(
+        self, embedded: Float[Array, "T D"], state: Float[Array, "T D"], num_tokens: Int[Array, ""] | None = None
+    ) -> Float[Array, "T width"]:
         """Return the projection of embedding and state, in this order."""
-        return self.projection(jnp.concatenate([embedded, state.astype(embedded.dtype)], 1))
+        both = jnp.concatenate([embedded, state.astype(embedded.dtype)], 1)
+        return self.projection(both, num_rows=num_tokens)
 
     def next_state(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return the last layer's output."""

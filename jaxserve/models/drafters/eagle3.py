@@ -111,7 +111,11 @@ class Eagle3Head(DraftHead):
         self.norm_output = config.norm_output
 
     def seen_state(
-        self, target: CausalLM, hidden: Float[Array, "T target"], aux: Float[Array, "T aux"] | None
+        self,
+        target: CausalLM,
+        hidden: Float[Array, "T target"],
+        aux: Float[Array, "T aux"] | None,
+        num_tokens: Int[Array, ""] | None = None,
     ) -> Float[Array, "T D"]:
         """Return the projection of the inputs of ``aux_layers``, those of the lowest layer first."""
         assert aux is not None, "the target returns the inputs of aux_layers"
@@ -120,9 +124,11 @@ class Eagle3Head(DraftHead):
         if self.fc_norms:
             parts = zip(self.fc_norms, jnp.split(aux, len(self.fc_norms), 1), strict=True)
             aux = jnp.concatenate([norm(part) for norm, part in parts], 1)
-        return self.projection(aux)
+        return self.projection(aux, num_rows=num_tokens)
 
-    def combined(self, embedded: Float[Array, "T D"], state: Float[Array, "T D"]) -> Float[Array, "T width"]:
+    def combined(
+        self, embedded: Float[Array, "T D"], state: Float[Array, "T D"], num_tokens: Int[Array, ""] | None = None
+    ) -> Float[Array, "T width"]:
         """Return embedding and state side by side."""
         return jnp.concatenate([embedded, state.astype(embedded.dtype)], 1)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.api.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
@@ -54,14 +54,21 @@ class MTPHead(DraftHead):
         self.optional_prefix = built.optional_prefix
 
     def seen_state(
-        self, target: CausalLM, hidden: Float[Array, "T target"], aux: Float[Array, "T aux"] | None
+        self,
+        target: CausalLM,
+        hidden: Float[Array, "T target"],
+        aux: Float[Array, "T aux"] | None,
+        num_tokens: Int[Array, ""] | None = None,
     ) -> Float[Array, "T D"]:
         """Return the input of the target's output head."""
         return target.final(hidden)
 
-    def combined(self, embedded: Float[Array, "T D"], state: Float[Array, "T D"]) -> Float[Array, "T width"]:
+    def combined(
+        self, embedded: Float[Array, "T D"], state: Float[Array, "T D"], num_tokens: Int[Array, ""] | None = None
+    ) -> Float[Array, "T width"]:
         """Return the projection of the normalized embedding and state, in this order."""
-        return self.projection(jnp.concatenate([self.embedding_norm(embedded), self.state_norm(state)], 1))
+        both = jnp.concatenate([self.embedding_norm(embedded), self.state_norm(state)], 1)
+        return self.projection(both, num_rows=num_tokens)
 
     def next_state(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return the input of the output head."""

@@ -125,6 +125,21 @@ def test_report_of_a_drafter(eagle3: Plan, directory: Path, capsys: pytest.Captu
     assert 1 < cost["ratio"] < 5
 
 
+def test_drafts_of_one_pass_cost_less(tmp_path: Path) -> None:
+    """The draft model is read once, not in each of four passes."""
+    (tmp_path / "config.json").write_text(json.dumps(TARGET | {"pard_token": 5}))
+    drafts = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 4}
+    found = [
+        jaxserve.plan(
+            str(tmp_path), speculative_config={**drafts, "parallel_drafting": each}, draft_batches=[1], **SETTINGS
+        ).drafting
+        for each in (False, True)
+    ]
+    in_turn, at_once = (each.costs[0] for each in found if each is not None)
+    assert (in_turn.num_drafts, at_once.num_drafts) == (4, 4)
+    assert 0 < at_once.drafting_s < in_turn.drafting_s
+
+
 def test_steps_with_many_rows_verify_fewer_drafts(directory: Path) -> None:
     """The 16 samples that a step may have are divided over 6 rows."""
     drafts = {"method": "suffix", "num_speculative_tokens": 8}
