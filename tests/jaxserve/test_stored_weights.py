@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 from checkpoints.quantized.on_load import METHODS, SHORT_NAMES
 from jaxserve import LLM, SamplingParams
 from jaxserve.api.errors import ConfigError
+from jaxserve.cli import main
 from jaxserve.device.build import load_params
 from jaxserve.reshard.resident_weights import check_same_parameters, move_weights
 from pallas_kernels.native_library import unavailable
@@ -146,6 +147,23 @@ def test_float_weights_are_quantized_while_they_are_loaded(method: str, tmp_path
     if method != "int4_group":  # which is coarse for a matrix of this size
         assert_near(one, floats, 1.0)
     assert any(a.logprobs != b.logprobs for a, b in zip(one, floats, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_written_quantized_is_what_loading_makes(method: str, tmp_path: Path) -> None:
+    """Answers are equal bit for bit, so that codes and scales are the same."""
+    source, destination = tmp_path / "source", tmp_path / "destination"
+    source.mkdir()
+    write_checkpoint(source, {**DENSE, "num_hidden_layers": 1, "intermediate_size": 64}, seed=5)
+    main(["convert", str(source), str(destination), "--format", "safetensors", "--quantization", method])
+    outputs = []
+    for directory, settings in ((source, {"quantization": method}), (destination, STORED)):
+        with LLM(str(directory), warm_up=False, **COMMON, **settings) as llm:
+            outputs.append(generated(llm))
+    for one, other in zip(*outputs, strict=True):
+        assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
+    with pytest.raises(SystemExit):
+        main(["convert", str(destination), str(tmp_path / "x"), "--format", "safetensors", "--quantization", method])
 
 
 def assert_near(found: list[Any], expected: list[Any], most: float) -> None:
