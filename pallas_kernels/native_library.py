@@ -22,6 +22,7 @@ _HANDLERS = (
     *("attend", "attend_latents", "write_kv", "write_latents", "qkv_write", "copy_pages"),
     *("linear", "grouped_matmul", "argmax", "truncation"),
     *("quantized_linear", "quantized_grouped_matmul", "quantized_rows"),
+    *("delta_net", "mamba2", "short_convolution"),
 )
 
 
