@@ -62,6 +62,22 @@ OPERATIONS: dict[str, dict[str, str]] = {
         "xla": "pallas_kernels.latent_attention_xla",
         "mosaic-interpret": "pallas_kernels.latent_attention_mosaic:INTERPRET",
     },
+    "delta_net": {
+        "triton": "pallas_kernels.delta_net_triton:TRITON",
+        "native": "pallas_kernels.delta_net_native",
+        "xla": "pallas_kernels.delta_net_xla",
+        "pallas-interpret": "pallas_kernels.delta_net_triton:INTERPRETED",
+    },
+    "mamba2": {
+        "triton": "pallas_kernels.mamba2_triton:TRITON",
+        "native": "pallas_kernels.mamba2_native",
+        "xla": "pallas_kernels.mamba2_xla",
+        "pallas-interpret": "pallas_kernels.mamba2_triton:INTERPRETED",
+    },
+    "short_convolution": {
+        "native": "pallas_kernels.short_convolution_native",
+        "xla": "pallas_kernels.short_convolution_xla",
+    },
 }
 
 

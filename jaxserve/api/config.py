@@ -89,6 +89,9 @@ class EngineConfig:
             no limit.
         scheduling_policy: ``fcfs`` runs requests in order of arrival, ``priority`` the lowest ``priority`` first.
         enable_prefix_caching: Keep the pages of finished requests for later requests with the same prefix.
+        prefix_cache_state_bytes: Bytes per device for states of recurrent layers that the prefix cache keeps, besides
+            those of running sequences: without a state, cached pages of such a model are of no use. None is a quarter
+            of the memory left for pages (on CPUs at most 1 GiB); 0 keeps none, and every prompt is computed whole.
         deterministic: Make the bits of a greedy or seeded request's results independent of the batch. None: on if
             native kernels run the whole model, where it is free; elsewhere True makes steps up to three times as slow.
         speculative_config: Speculative decoding, such as ``{"method": "ngram", "num_speculative_tokens": 4}``: each
@@ -188,6 +191,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     scheduling_policy: str = "fcfs"
     enable_prefix_caching: bool = True
+    prefix_cache_state_bytes: int | None = None
     deterministic: bool | None = None
     speculative_config: dict[str, Any] | None = None
     spec_method: str | None = None

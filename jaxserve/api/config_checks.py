@@ -35,6 +35,7 @@ _WHOLE_FIELDS = MappingProxyType(
         "expert_parallel_size": 1,
         "num_gpu_blocks_override": 1,
         "kv_cache_memory_bytes": 1,
+        "prefix_cache_state_bytes": 0,
         "max_num_seqs": 1,
         "max_num_batched_tokens": 1,
         "num_threads": 1,

@@ -36,6 +36,8 @@ def build(slots: Slots, plan: StepPlan, shape: BatchShape, variant: int, num_dra
     else:
         views["sampled_tokens"][:num_rows] = ends - 1
     views["slots"][:num_rows] = rows
+    if shape.has_states:
+        _fill_states(slots, views, plan, rows)
     views["sampled_slots"][:num_rows] = np.where(num_samples, rows, slots.num_slots)
     views["counted_slots"][:num_rows] = np.where(starts >= slots.counted_from[rows], rows, slots.num_slots)
     num_single = num_rows if shape.decode_only else _num_single(lengths)
@@ -97,6 +99,15 @@ def _num_equal(page_table: np.ndarray, rows: np.ndarray, num_full: int) -> int:
     table = page_table[rows, :num_full]
     differs = (table != table[0]).any(0)
     return int(differs.argmax()) if differs.any() else num_full
+
+
+def _fill_states(slots: Slots, views: dict[str, np.ndarray], plan: StepPlan, rows: np.ndarray) -> None:
+    """Set each row's state page, and the length and page of its snapshot, if it has one."""
+    pages = slots.state_pages[rows]
+    assert len(np.unique(pages)) == len(pages), "two rows update the same state"
+    views["state_pages"][: len(rows)] = pages
+    for row, num_tokens, page in plan.snapshots:
+        views["snapshot_lens"][row], views["snapshot_pages"][row] = num_tokens, page
 
 
 def _fill_targets(slots: Slots, views: dict[str, np.ndarray], plan: StepPlan, ends: np.ndarray) -> None:

@@ -27,9 +27,10 @@ from jaxserve.device.memory import (
     most_samples,
     set_gpu_memory_fraction,
 )
+from jaxserve.device.recurrent_plan import check_recurrent, with_checkpoints
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.weight_choice import find_forms
-from jaxserve.layers.kv_layout import KVSpec
+from jaxserve.layers.kv_layout import KVSpec, attended
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.layers.weight_forms import DECODED, WeightForms
@@ -172,7 +173,7 @@ def plan_engine(config: EngineConfig, model: ModelConfig | None = None) -> Engin
         directory=directory,
         config=model,
         models=[
-            stage.placed(mesh, num_pages)
+            dataclasses.replace(stage.placed(mesh, num_pages), num_states=needs.num_states)
             for mesh, stage in zip(meshes, models * config.data_parallel_size, strict=True)
         ],
         buckets=_make_buckets(config, stages, needs, num_stages),
@@ -250,10 +251,11 @@ def plan_stages(
     layout = layout.on(first)
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
     max_model_len = _max_model_len(config, model)
-    specs = outline(model, scope).kv_specs
+    specs = attended(outline(model, scope).kv_specs)
     page_size = page_size_of(config, scope.parallel, layout.name, _attention_chunk(specs, max_model_len))
     policy, kernel = choose_kernels(config, model, specs, scope.parallel, first.devices.flat[0], page_size, forms)
     module = outline(model, dataclasses.replace(scope, policy=policy))
+    check_recurrent(config, module)
     _check_expert_load(config, module)
     row_tile = choose_row_tile(config, module, policy, kernel, scope.parallel)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device, max_model_len)
@@ -267,6 +269,7 @@ def plan_stages(
         num_pages=1,
         num_slots=max_num_seqs,
         max_model_len=max_model_len,
+        num_states=max_num_seqs if any(module.state_specs) else 0,
         row_tile=row_tile,
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,
@@ -289,6 +292,7 @@ def plan_stages(
     samples = 1 + config.num_speculative_tokens
     step_samples = most_samples(sharded, max_num_batched_tokens, samples, num_stages)
     needs = [memory_needs(stage, max_num_batched_tokens, samples, step_samples) for stage in models]
+    needs = with_checkpoints(config, needs, device, mesh_shape_of(config, model).num_devices)
     return PlannedStages(models, needs, module, max_num_batched_tokens, samples, step_samples)
 
 

@@ -9,7 +9,7 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.kernel_choice import choose_kernels
 from jaxserve.device.sharded_model import Drafter, ShardedModel
-from jaxserve.layers.kv_layout import KVSpec
+from jaxserve.layers.kv_layout import KVSpec, attended
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import AbstractModel, check_tensor_size, outline
@@ -40,7 +40,7 @@ def plan_drafter(config: EngineConfig, sharded: ShardedModel) -> Drafter | None:
     own: dict[str, Any] = {"dtype": settings.get("dtype", config.dtype), "speculative_config": None}
     if method == "draft_model":
         head, model = None, _read_draft_model(config, name, directory, sharded)
-        specs = outline(model, Scope(parallel=sharded.parallel)).kv_specs
+        specs = tuple(attended(outline(model, Scope(parallel=sharded.parallel)).kv_specs))
     else:
         head = find_head(method, directory, sharded.config, config.load_format)
         model, own["dtype"] = head.config, sharded.policy.weights

@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import MemoryPlanError
 from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.layers.kv_layout import attended
 from jaxserve.scheduling.page_allocator import KVWindow, max_held_pages
 from sharding.mesh import Device, PlannedDevice
 
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-_CPU_POOL_BYTES = GIB
+CPU_POOL_BYTES = GIB
 _RESERVE_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30}
 _FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _DEFAULT_FRACTION = 0.75
@@ -42,6 +43,8 @@ class MemoryNeeds:
         trials: Bytes in which XLA tries kernels out for the largest product on a GPU while weights are loaded around
             them: they can leave a gap that nothing else fits into.
         slots: Bytes of the slots' state besides pages.
+        state: Bytes of the state page of one sequence, over all recurrent layers.
+        num_checkpoints: State pages of the prefix cache, besides those of running sequences.
         page_size: Tokens per page.
         max_model_len: Maximum context length in tokens.
         max_num_seqs: Most running sequences.
@@ -55,9 +58,16 @@ class MemoryNeeds:
     max_model_len: int
     max_num_seqs: int
     slots: int = 0
+    state: int = 0
+    num_checkpoints: int = 0
     trials: int = 0
     drafter: int = 0
     windows: tuple[KVWindow | None, ...] = (None,)
+
+    @property
+    def num_states(self) -> int:
+        """Number of state pages; 0 for a model without recurrent layers."""
+        return self.max_num_seqs + self.num_checkpoints if self.state else 0
 
     @property
     def table_pages(self) -> int:
@@ -189,7 +199,8 @@ def page_budget(
     usable = int(total * utilization) // devices_sharing
     reserve = _RESERVE_BYTES["cpu"] if platform == "cpu" else _RESERVE_BYTES["gpu"] + needs.trials
     reserve //= devices_sharing
-    return PageBudget(usable, reserve, usable - reserve - needs.weights - needs.temporaries - needs.slots)
+    others = needs.weights + needs.temporaries + needs.slots + needs.num_states * needs.state
+    return PageBudget(usable, reserve, usable - reserve - others)
 
 
 def plan_pages(
@@ -225,8 +236,15 @@ def plan_pages(
     )
     drafter = f" ({gib(needs.drafter)} of them of the draft model)" if needs.drafter else ""
     if left <= 0:
+        states = ""
+        if needs.state:
+            states = (
+                f"{gib(needs.num_states * needs.state)} for the states of max_num_seqs={needs.max_num_seqs} sequences"
+            )
+            states += f" and {needs.num_checkpoints} of the prefix cache, " if needs.num_checkpoints else ", "
+            remedy += ", a smaller max_num_seqs or prefix_cache_state_bytes"
         raise MemoryPlanError(
-            f"the model does not fit: each device needs {gib(needs.weights)} for weights{drafter}, "
+            f"the model does not fit: each device needs {gib(needs.weights)} for weights{drafter}, {states}"
             f"{gib(needs.temporaries + needs.slots)} for the largest step and {gib(reserve)} in reserve, but may use "
             f"{gib(usable)} (gpu_memory_utilization={utilization} of {gib(total)}); use {remedy} or a smaller "
             "max_num_batched_tokens"
@@ -255,11 +273,12 @@ def _default_pages(needs: MemoryNeeds, left: int, platform: str, pool_bytes: int
     """Return the default number of pages: at most what ``max_num_seqs`` sequences of full length can use."""
     limit = needs.request_pages * needs.max_num_seqs
     if pool_bytes is not None:
-        return min(limit, pool_bytes // needs.page)
+        return min(limit, pool_bytes // max(needs.page, 1))
     if platform != "cpu":
-        pages = min(limit, left // needs.page)
+        pages = min(limit, left // max(needs.page, 1))
         return max(pages // 16 * 16, min(pages, 16))  # rounded, so that the next start hits the compilation cache
-    return min(limit, max(_CPU_POOL_BYTES // needs.page, needs.request_pages), left // needs.page)
+    page = max(needs.page, 1)
+    return min(limit, max(CPU_POOL_BYTES // page, needs.request_pages), left // page)
 
 
 def gib(size: int) -> str:
@@ -297,6 +316,7 @@ def memory_needs(
         max_model_len=sharded.max_model_len,
         max_num_seqs=sharded.num_slots,
         slots=sharded.slot_state_bytes,
+        state=sharded.state_bytes,
         trials=sharded.largest_weight_bytes + max_num_batched_tokens * abstract.layer_width * itemsize,
         windows=tuple(
             None if window is None else KVWindow(window, sharded.page_size, step_tokens)
@@ -310,7 +330,7 @@ def _exchanged_per_token(sharded: ShardedModel) -> int:
     and as received, in float32; 0 if no devices share tokens."""
     if sharded.parallel.num_token_parts == 1:
         return 0
-    specs = sharded.abstract_model.kv_specs
+    specs = attended(sharded.abstract_model.kv_specs)
     return 4 * max(each.num_heads * (each.head_dim + 3 * ((each.value_dim or each.head_dim) + 2)) for each in specs)
 
 

@@ -99,6 +99,8 @@ class StepInputs(NamedTuple):
         for plan, made_for in zip(plans, self.plans, strict=True):
             if plan.same_rows_as != made_for.rows_number or plan.setups or plan.grants or plan.copies or plan.masks:
                 return False
+            if plan.state_copies or plan.snapshots:
+                return False
         return True
 
     def survives(self, plans: Sequence[StepPlan]) -> bool:
@@ -185,6 +187,9 @@ class LocalRunner:
         copies = [plan.copies for plan in plans]
         if any(copies):
             self._copy_pages(copies)
+        state_copies = [plan.state_copies for plan in plans]
+        if any(state_copies):
+            self._copy_states(state_copies)
         is_masked = any(plan.masks or slots.masks.has_static_masks for slots, plan in lanes)
         masked = [slots.masked_samples(plan) for slots, plan in lanes] if is_masked else []
         is_full = any(masked) or last.model.is_always_full
@@ -197,7 +202,8 @@ class LocalRunner:
         sizes = VARIANTS.index(variant), max(plan.num_drafts for plan in plans)
         buffer = _joined([batch.build(slots, plan, shape, *sizes) for slots, plan in lanes])
         inputs = StepInputs(plans, shape, step, variant, buffer, mask)
-        if not is_masked and all(start == ON_DEVICE for plan in plans for start in plan.starts):
+        keeps = any(plan.snapshots for plan in plans)
+        if not is_masked and not keeps and all(start == ON_DEVICE for plan in plans for start in plan.starts):
             self._inputs.append(inputs)
         return inputs
 
@@ -210,6 +216,11 @@ class LocalRunner:
         """Copy pages of each lane in every stage."""
         for stage in self._stages:
             stage.copy_pages(copies)
+
+    def _copy_states(self, copies: Sequence[Sequence[PageCopy]]) -> None:
+        """Copy state pages of each lane in every stage."""
+        for stage in self._stages:
+            stage.copy_states(copies)
 
     def collect(self) -> list[StepResult]:
         """See ``Runner``."""
@@ -256,6 +267,7 @@ class LocalRunner:
         row = slot_row(SlotSetup(slot, Sampling(), 1), last.model.config.vocab_size)
         last.set_up_slots([[row]] * num_lanes)
         self._copy_pages([[PageCopy(page, page)]] * num_lanes)
+        self._copy_states([[PageCopy(page, page)]] * num_lanes)
         for (shape, variant), step in last.items():
             sizes = VARIANTS.index("greedy" if variant == "any" else variant), last.model.num_drafts
             chunk = [token] * min(2, shape.num_tokens, last.model.page_size)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +15,12 @@ from jaxserve.api.config_checks import LOGPROBS_MODES
 from jaxserve.device.determinism import computes_rows_natively
 from jaxserve.device.head_states import HeadStates
 from jaxserve.device.packing import Packing
+from jaxserve.device.state_structs import compile_zeros, state_structs, trace_sharded
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, unpack
 from jaxserve.device.step_state import StepState
-from jaxserve.device.structs import shardings, structs_bytes
+from jaxserve.device.structs import structs_bytes
 from jaxserve.layers.attention import AttentionKernel
-from jaxserve.layers.kv_layout import KVLayout, PoolKind, lay_out_kv
+from jaxserve.layers.kv_layout import KVLayout, PoolKind, StateSpec, lay_out_kv
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.abstract import AbstractModel, abstract_model
@@ -55,6 +55,7 @@ class ShardedModel:
         kernel: Implementation of attention.
         page_size: Tokens per page; with devices that share them, a multiple of the number of these.
         num_pages: Usable pages of each lane.
+        num_states: State pages of each lane; 0 for a model without recurrent layers.
         num_slots: Most running sequences of each lane.
         max_model_len: Maximum context length in tokens; None for no limit.
         row_tile: Rows computed together in deterministic mode, a divisor of the rows and tokens of every batch shape;
@@ -81,6 +82,7 @@ class ShardedModel:
     num_pages: int
     num_slots: int
     max_model_len: int | None = None
+    num_states: int = 0
     row_tile: int | None = None
     max_logprobs: int = MAX_LOGPROBS
     logprobs_mode: str = LOGPROBS_MODES[0]
@@ -158,10 +160,7 @@ class ShardedModel:
 
     def whole_path(self, path: str) -> str:
         """Return a path in this stage's module as it is in the whole model."""
-        stage = self.stage
-        if stage is None:
-            return path
-        return re.sub(r"^layers\.(\d+)\.", lambda match: f"layers.{stage.layers[int(match[1])]}.", path)
+        return path if self.stage is None else self.stage.whole_path(path)
 
     @property
     def layers(self) -> range:
@@ -173,9 +172,20 @@ class ShardedModel:
         """Pools and page tables; pools of one kind are stacked in one array if the kernel supports it."""
         specs = self.abstract_model.kv_specs
         if self.is_drafter:
-            specs = [spec._replace(window=None) for spec in specs]
+            specs = [spec and spec._replace(window=None) for spec in specs]
         layout = lay_out_kv(specs, self.max_model_len, self.layers)
-        return layout.stacked(self.pool_pages) if self.kernel.stacks_pools else layout
+        layout = layout.stacked(self.pool_pages) if self.kernel.stacks_pools else layout
+        return layout.with_states(self.state_specs)
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """State of each of the stage's layers per sequence."""
+        return tuple(self.abstract_model.state_specs[layer] for layer in self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the whole model has recurrent layers."""
+        return any(self.abstract_model.state_specs)
 
     @property
     def own_page_size(self) -> int:
@@ -247,27 +257,22 @@ class ShardedModel:
         out_shardings: Any = None,
         donated: Sequence[int] = (),
     ) -> jax.stages.Traced:
-        """Trace a function under ``shard_map``, so that it runs on each device's shards.
-
-        Args:
-            function: Per-device function.
-            arguments: Shapes and shardings of its arguments.
-            out_shardings: Shardings of its results, as a tree prefix; None if all are arrays of rows or slots.
-            donated: Indices of donated arguments.
-        """
-        in_specs, out_specs = (
-            jax.tree.map(lambda sharding: sharding.spec, tree)
-            for tree in (shardings(tuple(arguments)), self.rows_sharding if out_shardings is None else out_shardings)
-        )
-        sharded = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return jax.jit(sharded, donate_argnums=donated).trace(*arguments)
+        """Trace a function as ``trace_sharded`` does; None: all results are arrays of rows or slots."""
+        outputs = self.rows_sharding if out_shardings is None else out_shardings
+        return trace_sharded(self.mesh, function, arguments, outputs, donated)
 
     def own_pools(self) -> tuple[Any, ...]:
-        """Return shapes and shardings of the pages of all pools but the drafter's."""
-        return tuple(map(self.abstract_pools, self.kv_layout.pools, self.kv_layout.counts))
+        """Return shapes and shardings of the pages of all pools but the drafter's, then of the recurrent states."""
+        pools = tuple(map(self.abstract_pools, self.kv_layout.pools, self.kv_layout.counts))
+        return (*pools, *self.abstract_recurrent(self.num_states))
+
+    def abstract_recurrent(self, num_pages: int) -> tuple[Any, ...]:
+        """Return shapes and shardings of the states of each recurrent layer, with ``num_pages`` of them per lane."""
+        sharding = functools.partial(self.layout.sharding, self.mesh)
+        return state_structs(self.state_specs, self.num_lanes * num_pages, self.parallel, sharding)
 
     def abstract_all_pools(self) -> tuple[Any, ...]:
-        """Return shapes and shardings of the pages of all pools, those of the drafter last."""
+        """Return shapes and shardings of the pages of all pools and of the states, those of the drafter last."""
         own = self.own_pools()
         return own if self.drafter is None else (*own, *self.drafter.sharded.own_pools())
 
@@ -314,16 +319,7 @@ class ShardedModel:
 
     def empty_state(self) -> StepState:
         """Allocate a zero ``StepState`` on the devices."""
-        return self.compile_empty_state()()
-
-    def compile_empty_state(self) -> jax.stages.Compiled:
-        """Compile ``empty_state``."""
-        abstract = self.abstract_state()
-
-        def zeros() -> StepState:
-            return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), abstract)
-
-        return jax.jit(zeros, out_shardings=shardings(abstract)).lower().compile()
+        return compile_zeros(self.abstract_state())()
 
     @property
     def weight_bytes(self) -> int:
@@ -337,9 +333,14 @@ class ShardedModel:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of all pages per device, including those for padding."""
+        """Bytes of all pages per device, including those for padding, and of all state pages."""
         states = self.abstract_states()
         return structs_bytes((self.abstract_all_pools(), () if states is None else states.pages))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state page per device, over all recurrent layers."""
+        return structs_bytes(self.abstract_recurrent(1))
 
     @property
     def slot_state_bytes(self) -> int:

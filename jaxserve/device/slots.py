@@ -34,6 +34,7 @@ class Slots:
     Attributes:
         starts: Position of each slot's next row.
         page_tables: Pages of each slot in each page table, in order.
+        state_pages: State page of each slot; of no meaning for a model without recurrent layers.
         lengths: Most tokens that each slot's request can reach.
         params: Sampling parameters of each slot, a row for each of ``SLOT_PARAMS`` and each argument.
         default_params: Those of a slot without a request.
@@ -59,6 +60,7 @@ class Slots:
         self.num_slots = num_slots
         self.starts = RowStarts(num_slots)
         self.page_tables = np.full((num_tables, num_slots, table_pages), num_pages, np.int32)
+        self.state_pages = np.arange(num_slots, dtype=np.int32)
         self.lengths = np.zeros(num_slots, np.int32)
         self._default_arguments = tuple(default_arguments)
         self.params = np.zeros((len(SLOT_PARAMS) + len(self._default_arguments), num_slots), np.int32)
@@ -94,7 +96,7 @@ class Slots:
             except Exception as error:
                 self._special.add(setup.slot)
                 self._biased.add(setup.slot)
-                row = self._set_up(SlotSetup(setup.slot, Sampling(), setup.final_length))
+                row = self._set_up(setup._replace(sampling=Sampling(), token_ids=(), num_prompt_tokens=0))
                 self.failed[setup.slot] = error
             if row is not None:
                 rows.append(row)
@@ -130,6 +132,7 @@ class Slots:
         """Assign a slot; return its row if it must be written: its request uses it, or the previous one did."""
         slot, sampling = setup.slot, setup.sampling
         self.page_tables[:, slot] = self.num_pages
+        self.state_pages[slot] = max(setup.state_page, 0)
         self.lengths[slot] = setup.final_length
         self._set_params(slot, sampling)
         self._is_random[slot] = sampling.options.temperature > 0

@@ -16,7 +16,13 @@ from jaxserve.device.draft_inputs import drafting_shape
 from jaxserve.device.drafting import trace_drafts
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
-from jaxserve.device.state_updates import copy_arrays, slot_row, trace_copy_pages, trace_set_up
+from jaxserve.device.state_updates import (
+    copy_arrays,
+    slot_row,
+    trace_copy_pages,
+    trace_copy_states,
+    trace_set_up,
+)
 from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.device.step_state import StepState
 from jaxserve.device.steps import HiddenOutput, trace_hidden, trace_step
@@ -92,7 +98,7 @@ class Stage:
 
     def __init__(self, model: ShardedModel, buckets: Buckets, platform: str | None = None):
         self.model = model
-        self.buckets = dataclasses.replace(buckets, num_arguments=len(model.arguments))
+        self.buckets = dataclasses.replace(buckets, num_arguments=len(model.arguments), has_states=model.has_states)
         self.platform = platform or model.mesh.devices.flat[0].platform
         if model.is_last:
             self.keys = step_keys(self.buckets, self.platform, model.is_always_full)
@@ -104,6 +110,7 @@ class Stage:
         self._set_up: jax.stages.Compiled | None = None
         self._models = [model, *([] if model.drafter is None else [model.drafter.sharded])]
         self._copies: dict[tuple[bool, PoolKind], jax.stages.Compiled] = {}
+        self._copy_states: jax.stages.Compiled | None = None
 
     def compile(self) -> None:
         """Trace the programs one after the other, and compile them on all cores."""
@@ -114,10 +121,12 @@ class Stage:
                 for model in self._models
                 for kind, count in dict(zip(model.kv_layout.pools, model.kv_layout.counts, strict=True)).items()
             }
+            copy_states = submit(pool, trace_copy_states(self.model)) if any(self.model.state_specs) else None
             self._steps = self._compile_steps(pool)
             self._plain_steps = {key: _without_scorer(step) for key, step in self._steps.items()}
             self._copies = {kind: future.result() for kind, future in copies.items()}
             self._set_up = None if set_up is None else set_up.result()
+            self._copy_states = None if copy_states is None else copy_states.result()
 
     def _compile_steps(self, pool: concurrent.futures.Executor) -> dict[StepKey, CompiledStep]:
         model, max_tokens = self.model, self.buckets.mixed_tokens[-1]
@@ -207,8 +216,17 @@ class Stage:
         """Copy pages of each lane in all pools."""
         programs = [self._copies[model.is_drafter, kind] for model in self._models for kind in model.kv_layout.pools]
         for pages in copy_arrays(copies, self.model.num_pages):
-            pools = tuple(copy(pool, *pages) for copy, pool in zip(programs, self.state.pools, strict=True))
-            self.state = self.state._replace(pools=pools)
+            pools = [copy(pool, *pages) for copy, pool in zip(programs, self.state.pools, strict=False)]
+            self.state = self.state._replace(pools=(*pools, *self.state.pools[len(pools) :]))
+
+    def copy_states(self, copies: Sequence[Sequence[PageCopy]]) -> None:
+        """Copy state pages of each lane in all recurrent layers."""
+        if self._copy_states is None:
+            return
+        first = len(self.model.kv_layout.pools)
+        for pages in copy_arrays(copies, self.model.num_states):
+            states = self._copy_states(self.state.pools[first:], *pages)
+            self.state = self.state._replace(pools=(*self.state.pools[:first], *states))
 
     def items(self) -> Iterable[tuple[StepKey, CompiledStep]]:
         """Return all steps; on CPUs those of mixed shapes include the scorer."""

@@ -15,6 +15,7 @@ from jaxserve.layers.attention import Pools
 from jaxserve.layers.kv_layout import PoolKind
 from jaxserve.sampling.penalties import IN_PROMPT, MAX_TRACKED, SlotTables
 from jaxserve.scheduling.plan import PageCopy, SlotSetup
+from pallas_kernels.recurrent_states import copy_states
 
 COPY_CAPACITY = 8
 """Most pages copied per call."""
@@ -86,6 +87,17 @@ def trace_copy_pages(sharded: ShardedModel, kind: PoolKind, count: int) -> jax.s
         return sharded.kernel.copy_pages(cast(Any, pools), sources, targets)
 
     return sharded.trace(copy, (pools, pages, pages), out_shardings=shardings(pools), donated=[0])
+
+
+def trace_copy_states(sharded: ShardedModel) -> jax.stages.Traced:
+    """Trace the program that copies state pages in all recurrent layers; arguments: (states, sources, targets)."""
+    states = sharded.own_pools()[len(sharded.kv_layout.pools) :]
+    pages = sharded.rows_struct((COPY_CAPACITY,), jnp.int32)
+
+    def copy(states: tuple[Pools, ...], sources: Int[Array, " C"], targets: Int[Array, " C"]) -> tuple[Pools, ...]:
+        return tuple(copy_states(arrays, sources, targets) for arrays in states)
+
+    return sharded.trace(copy, (states, pages, pages), out_shardings=shardings(states), donated=[0])
 
 
 def copy_arrays(copies: Sequence[Sequence[PageCopy]], num_pages: int) -> list[tuple[np.ndarray, np.ndarray]]:

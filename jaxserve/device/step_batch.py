@@ -25,6 +25,7 @@ from jaxserve.device.sampler_batch import (
 )
 from pallas_kernels import AttentionBatch
 from pallas_kernels.attention_parts import Part
+from pallas_kernels.recurrent_states import StateRows
 from sharding.collectives import axis_index, axis_size
 
 
@@ -42,6 +43,7 @@ class BatchShape:
         max_step_samples: Most samples of all rows; None for as many as rows and tokens allow.
         num_arguments: Logits processor arguments per row.
         num_tables: Number of page tables per row.
+        has_states: Whether rows have states of recurrent layers.
     """
 
     num_tokens: int
@@ -53,6 +55,7 @@ class BatchShape:
     max_step_samples: int | None = None
     num_arguments: int = 0
     num_tables: int = 1
+    has_states: bool = False
 
     @functools.cached_property
     def fields(self) -> dict[str, Field]:
@@ -67,6 +70,7 @@ class BatchShape:
             **dict.fromkeys(("pooled_from", "carried_slots"), (0,) if self.decode_only else rows),
             "num_shared_pages": (self.num_tables,),
             **dict.fromkeys(("num_target_tokens", "num_drafts"), scalar),
+            **(dict.fromkeys(("state_pages", "snapshot_lens", "snapshot_pages"), rows) if self.has_states else {}),
             **self.sampler.shapes,
         }
         return lay_out(shapes)
@@ -116,6 +120,7 @@ class StepBatch(NamedTuple):
         carried_slots: Slot whose sum the row continues; out of range if it starts a new sum.
         num_target_tokens: Number of tokens up to the last with a target; 0 for none.
         sampler: Inputs of the sampler.
+        states: Where rows have their states; None unless the model has recurrent layers.
     """
 
     tokens: Int[Array, " T"]
@@ -131,6 +136,7 @@ class StepBatch(NamedTuple):
     carried_slots: Int[Array, " pooled"]
     num_target_tokens: Int[Array, ""]
     sampler: SamplerBatch
+    states: StateRows | None = None
 
 
 class LatestTokens(NamedTuple):
@@ -207,6 +213,7 @@ def unpack(
         "next_positions": starts + lens,
         "row_starts": arrays["query_starts"],
     }
+    states = _state_rows(arrays, starts) if shape.has_states else None
     if shape.max_samples > 1:
         arrays |= {
             "next_positions": positions.at[arrays["sampled_tokens"]].get(mode="clip") + 1,
@@ -217,7 +224,19 @@ def unpack(
         written_rows = jnp.where(written_rows < shape.num_rows, arrays["query_starts"], shape.num_tokens)
     attention = tuple(_of_table(arrays, table, written_rows, num_pages + 1) for table in range(shape.num_tables))
     others = {name: arrays[name] for name in StepBatch._fields if name in arrays}
-    return StepBatch(attention=attention, sampler=make_sampler_batch(arrays, shape.sampler), **others)
+    return StepBatch(attention=attention, sampler=make_sampler_batch(arrays, shape.sampler), states=states, **others)
+
+
+def _state_rows(arrays: Mapping[str, Array], starts: Int[Array, " R"]) -> StateRows:
+    """Return where the rows have their states; ``starts`` are positions of their first tokens."""
+    return StateRows(
+        starts=arrays["query_starts"],
+        lens=arrays["query_lens"],
+        are_new=starts == 0,
+        pages=arrays["state_pages"],
+        snapshot_lens=arrays["snapshot_lens"],
+        snapshot_pages=arrays["snapshot_pages"],
+    )
 
 
 def _latest_of_rows(latest: LatestTokens, rows: Int[Array, " T"], index: Int[Array, " T"]) -> Int[Array, " T"]:

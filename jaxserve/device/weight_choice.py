@@ -46,6 +46,8 @@ def with_forms(policy: DtypePolicy, config: EngineConfig, device: Device, forms:
         if not reasons:
             logger.info("Quantized weights (%s) stay as they are: native kernels", forms)
             return dataclasses.replace(policy, forms=forms, quantized="native")
+    if forms.activations is not None and where == "auto" and policy.linear == "native":
+        raise ConfigError(f"quantization_config.activations: native kernels cannot round these rows: {reasons[0]}")
     if config.kernels == "native" and (where == "stored" or forms.method is not None):
         raise ConfigError(f"kernels='native' cannot multiply by the checkpoint's quantized weights: {reasons[0]}")
     if where == "auto" and forms.method is None:

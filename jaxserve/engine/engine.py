@@ -194,7 +194,7 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Clear the prefix cache without affecting running requests. Always returns True, as in vLLM's API."""
         for scheduler in self._schedulers:
-            scheduler.allocator.reset()
+            scheduler.pages.reset_cache()
         return True
 
     def metrics(self) -> list[Metric]:

@@ -20,6 +20,7 @@ from jaxserve.layers.rows import map_rows
 from pallas_kernels import AttentionBatch, Choice, LatentAttention, PagedAttention, choose
 from pallas_kernels.attention_parts import Part, PartAttention, combine_parts
 from pallas_kernels.qkv_write import Heads, QkNorms, Rotation, split_heads
+from pallas_kernels.recurrent_states import StateRows
 from sharding.collectives import all_gather, all_to_all, axis_index, axis_size
 from sharding.mesh import Device
 
@@ -76,6 +77,7 @@ class AttentionInputs(NamedTuple):
         rotations: Cosines and sines of each of the model's rotary embeddings.
         layer_input: What this layer adds for each token; None for nothing (Gemma 4's per-layer embeddings).
         selected: Positions that an earlier layer's index selected for each token; None without an index.
+        states: Where rows have their states; None unless the model has recurrent layers.
     """
 
     batch: AttentionBatch
@@ -84,6 +86,7 @@ class AttentionInputs(NamedTuple):
     rotations: tuple[Rotation, ...]
     layer_input: Float[Array, "rows P"] | None = None
     selected: Int[Array, "T k"] | None = None
+    states: StateRows | None = None
 
 
 class PositionScale(NamedTuple):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSettings, Pools
 from jaxserve.layers.expert_load import count_tokens
-from jaxserve.layers.kv_layout import KVSpec
+from jaxserve.layers.kv_layout import KVSpec, StateSpec
 from jaxserve.layers.mlp import GatedMLP, PlainMLP
 from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.rows import map_rows
@@ -48,7 +48,37 @@ class Attended(NamedTuple):
     selected: Int[Array, "T k"] | None = None
 
 
-class DecoderLayer(nnx.Module, ABC):
+class Layer(nnx.Module, ABC):
+    """A layer of a decoder: it adds to the residual stream, and may keep keys and values, a state, both or neither."""
+
+    @property
+    @abstractmethod
+    def kv_spec(self) -> KVSpec | None:
+        """The layer's KV cache per token; None if it has none."""
+
+    @property
+    def state_spec(self) -> StateSpec:
+        """The layer's state per sequence; empty if it has none."""
+        return ()
+
+    @property
+    @abstractmethod
+    def has_fused_norms(self) -> bool:
+        """Whether kernels can fuse all its norms with the neighbouring matmuls."""
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts that each token is routed to some of; 0 for a layer without a router."""
+        return 0
+
+    @abstractmethod
+    def __call__(
+        self, x: Float[Array, "rows D"], pools: Pools, inputs: AttentionInputs, settings: AttentionSettings
+    ) -> LayerOutput:
+        """Run the layer; ``pools`` are its pools of keys and values, then the arrays of its state."""
+
+
+class DecoderLayer(Layer):
     """Attention and an MLP in residual branches; subclasses declare the MLP and the norms, and place them.
 
     Args:
@@ -63,11 +93,6 @@ class DecoderLayer(nnx.Module, ABC):
         """The layer's KV cache per token."""
         return self.attention.kv_spec
 
-    @property
-    @abstractmethod
-    def has_fused_norms(self) -> bool:
-        """Whether kernels can fuse all its norms with the neighbouring matmuls."""
-
     @abstractmethod
     def projected(self, x: Float[Array, "rows D"], num_rows: Int[Array, ""] | None = None) -> Float[Array, "T width"]:
         """Compute queries, keys and values of the layer's input; rows from ``num_rows`` on are undefined."""
@@ -77,11 +102,6 @@ class DecoderLayer(nnx.Module, ABC):
         self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
     ) -> Float[Array, "rows D"]:
         """Return the layer's output from its input and the attention output; ``num_rows`` as in :meth:`projected`."""
-
-    @property
-    def num_experts(self) -> int:
-        """Number of experts that each token is routed to some of; 0 for a layer without a router."""
-        return 0
 
     def after_attention_with_experts(
         self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
@@ -177,7 +197,7 @@ class RMSNormLayer(DecoderLayer):
     @property
     def num_experts(self) -> int:
         """Number of experts that each token is routed to some of; 0 for a dense layer."""
-        return _num_experts(self.mlp)
+        return num_experts_of(self.mlp)
 
 
 class PreNormLayer(RMSNormLayer):
@@ -252,7 +272,7 @@ class LayerNormLayer(DecoderLayer):
     @property
     def num_experts(self) -> int:
         """Number of experts that each token is routed to some of; 0 for a dense layer."""
-        return _num_experts(self.mlp)
+        return num_experts_of(self.mlp)
 
     def after_attention_with_experts(
         self, x: Float[Array, "rows D"], attended: Float[Array, "T N H"], num_rows: Int[Array, ""] | None
@@ -263,7 +283,8 @@ class LayerNormLayer(DecoderLayer):
         return run_mlp(self.mlp, norm(x if self.is_parallel else after), residual=after, num_rows=num_rows)
 
 
-def _num_experts(mlp: AnyMLP) -> int:
+def num_experts_of(mlp: AnyMLP) -> int:
+    """Return the number of experts of an MLP; 0 for a dense one."""
     return mlp.routing.num_experts if isinstance(mlp, SparseMLP) else 0
 
 

@@ -27,6 +27,14 @@ class ClampedSwiGLU:
 
 
 @dataclasses.dataclass(frozen=True)
+class SquaredReLU:
+    """``max(x, 0) ** 2`` of experts without gates (Nemotron-H)."""
+
+    def __call__(self, x: Float[Array, "T F"]) -> Float[Array, "T F"]:
+        return jnp.square(jax.nn.relu(x))
+
+
+@dataclasses.dataclass(frozen=True)
 class ActivationGLU:
     """``activation(gate) * up`` (Gemma 4).
 

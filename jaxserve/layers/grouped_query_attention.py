@@ -28,11 +28,13 @@ class OutputGate(NamedTuple):
         module: Their projection in checkpoints.
         activation: ``sigmoid`` (Trinity, Muse Glimmer) or ``softplus`` (Laguna), in float32.
         is_per_head: Whether there is one gate for each head, rather than for each feature of each head.
+        follows_query: Whether the module is that of queries, where each head's gates follow its query (Qwen3-Next).
     """
 
     module: str
     activation: Literal["sigmoid", "softplus"]
     is_per_head: bool = False
+    follows_query: bool = False
 
 
 class GroupedQueryAttention(Attention):
@@ -104,6 +106,8 @@ class GroupedQueryAttention(Attention):
         rows = [each._replace(is_transposed=is_transposed) for each in rows]
         if is_interleaved:
             rows = [each._replace(start=i * head_dim, stride=3 * head_dim) for i, each in enumerate(rows)]
+        if gate is not None and gate.follows_query:
+            rows[0] = rows[0]._replace(total=2 * q_width, stride=2 * head_dim)
         rows[1:] = [each._replace(is_whole=self.kv_axis != self.mesh_axis) for each in rows[1:]]
         rows = rows if reads is None else rows[:1]
         self.qkv = ColumnParallelLinear(
@@ -124,7 +128,9 @@ class GroupedQueryAttention(Attention):
             scope=scope.at(out),
             is_transposed=is_transposed,
         )
-        self.gate, self.gates = gate, None if gate is None else self._gates(gate, hidden_size, num_heads, scope)
+        has_bias = gate is not None and gate.follows_query and qkv_bias
+        gates = None if gate is None else self._gates(gate, hidden_size, num_heads, scope, has_bias)
+        self.gate, self.gates = gate, gates
         self.tile = ROW_TILE if scope.policy.is_native else None
         sinks = stack_rows(scope, [Rows("sinks", num_heads)], "")
         self.sinks = vector(sinks, "q_heads", scope) if has_sinks else None
@@ -141,12 +147,16 @@ class GroupedQueryAttention(Attention):
             k_scope = k_scope.over(self.kv_axis)
             self.k_norm = RMSNorm(kv_width, eps=norm_eps, scope=k_scope, axis="kv_heads", unit=head_dim)
 
-    def _gates(self, gate: OutputGate, hidden_size: int, num_heads: int, scope: Scope) -> ColumnParallelLinear:
+    def _gates(
+        self, gate: OutputGate, hidden_size: int, num_heads: int, scope: Scope, bias: bool
+    ) -> ColumnParallelLinear:
         """Return the projection of the gates of this device's query heads."""
         unit = 1 if gate.is_per_head else self.head_dim
         rows = [Rows(gate.module, num_heads * unit, unit)]
+        if gate.follows_query:
+            rows = [rows[0]._replace(start=unit, total=2 * num_heads * unit, stride=2 * unit)]
         return ColumnParallelLinear(
-            hidden_size, rows, outer_axis="q_heads", mesh_axis=self.mesh_axis, bias=False, scope=scope
+            hidden_size, rows, outer_axis="q_heads", mesh_axis=self.mesh_axis, bias=bias, scope=scope
         )
 
     def _order(self, paired_dim: int) -> tuple[int, ...]:

@@ -5,10 +5,14 @@ hold more or fewer. All tables take their pages from one supply, so that memory 
 is an index into every pool, and in each pool one layer of the table that holds the page stores its keys and values
 there (as in vLLM's hybrid KV cache manager). This requires tables with equally many layers, so a model may have several
 tables for one window: 21 layers without a window and 7 with one make four tables, over 7 pools.
+
+A recurrent layer has no keys and values, but a state of fixed size (``StateSpec``), which each step overwrites. The
+states of all layers at one token of one context are a *state page*: one index into the state arrays of all layers.
 """
 
 import collections
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -74,15 +78,46 @@ class KVSpec(NamedTuple):
         return PoolKind(self.num_kv_heads, self.head_dim, self.dtype)
 
 
-class KVIndices(NamedTuple):
-    """Indices of one layer's pools and page table.
+class StateArray(NamedTuple):
+    """An array of a recurrent layer's state.
 
-    The layer's pages begin at ``first_page`` of the pool arrays, which other layers may share (``KVLayout.stacked``).
+    Attributes:
+        shape: Its shape for one sequence on one device.
+        dtype: Element type.
+        split: Dimension that devices share as they share heads; None: every device has all of it.
     """
 
-    pool: int
+    shape: tuple[int, ...]
+    dtype: str
+    split: int | None = 0
+
+
+StateSpec = tuple[StateArray, ...]
+"""The arrays that a recurrent layer keeps per sequence; empty for a layer without a state."""
+
+
+class KVIndices(NamedTuple):
+    """Indices of one layer's pools, page table and state.
+
+    The layer's pages begin at ``first_page`` of the pool arrays, which other layers may share (``KVLayout.stacked``).
+
+    Attributes:
+        pool: Index of its pools; None for a layer without keys and values.
+        table: Its page table; 0 for such a layer.
+        first_page: As above.
+        state: Index of its state's arrays, which follow all pools; None for a layer without a state.
+    """
+
+    pool: int | None
     table: int
     first_page: int = 0
+    state: int | None = None
+
+
+def attended(specs: Iterable[KVSpec | None]) -> list[KVSpec]:
+    """Return the specs of the layers that have keys and values; for a model without one, that of a layer that could
+    be."""
+    return [spec for spec in specs if spec is not None] or [KVSpec(1, 1, 16, "float32", None)]
 
 
 class KVLayout(NamedTuple):
@@ -108,14 +143,31 @@ class KVLayout(NamedTuple):
         padding pages."""
         kinds = [*dict.fromkeys(self.pools)]
         indices = [
-            KVIndices(kinds.index(self.pools[pool]), table, num_pages * self.pools[:pool].count(self.pools[pool]))
-            for pool, table, _ in self.layer_indices
+            each
+            if each.pool is None
+            else KVIndices(
+                kinds.index(self.pools[each.pool]),
+                each.table,
+                num_pages * self.pools[: each.pool].count(self.pools[each.pool]),
+            )
+            for each in self.layer_indices
         ]
         counts = tuple(self.pools.count(kind) for kind in kinds)
         return KVLayout(tuple(indices), tuple(kinds), self.windows, counts, self.chunks)
 
+    def with_states(self, specs: Sequence[StateSpec]) -> "KVLayout":
+        """Return the same layout with indices of the layers' states, ``specs`` in the order of ``layer_indices``."""
+        numbers = itertools.count(len(self.pools))
+        indices = (
+            each._replace(state=next(numbers)) if spec else each
+            for each, spec in zip(self.layer_indices, specs, strict=True)
+        )
+        return self._replace(layer_indices=tuple(indices))
 
-def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None, stage: range | None = None) -> KVLayout:
+
+def lay_out_kv(
+    specs: Sequence[KVSpec | None], max_model_len: int | None = None, stage: range | None = None
+) -> KVLayout:
     """Assign pools and page tables to the layers of a model, or of one of its pipeline stages.
 
     If all windows are equal, each layer has its own pools, and all layers share one page table. All stages have the
@@ -123,7 +175,8 @@ def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None, stage:
     over that window's tables, some of which may get none.
 
     Args:
-        specs: KV cache of each layer of the model.
+        specs: KV cache of each layer of the model; None for layers without one. If no layer has one, there is a page
+            table without pools.
         max_model_len: Longest context in tokens; a window of at least this size is treated as no window. None: no
             limit.
         stage: Indices of the stage's layers, whose entries the result has; None: all layers.
@@ -131,11 +184,14 @@ def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None, stage:
     stage = range(len(specs)) if stage is None else stage
     layers_of = collections.defaultdict[tuple[int | None, bool], list[int]](list)
     for layer, spec in enumerate(specs):
-        if spec.reads is not None:
+        if spec is None or spec.reads is not None:
             continue
         sees_all = spec.window is None or (max_model_len is not None and spec.window >= max_model_len)
         layers_of[(None, False) if sees_all else (spec.window, spec.in_chunks)].append(layer)
-    homes = {specs[layer].home(layer) for layer in stage}
+    if not layers_of:
+        return KVLayout((KVIndices(None, 0),) * len(stage), (), (None,), (), (None,))
+    known_specs = {layer: spec for layer, spec in enumerate(specs) if spec is not None}
+    homes = {known_specs[layer].home(layer) for layer in stage if layer in known_specs}
     size = _table_size([len(layers) for layers in layers_of.values()])
     indices, pools, spans = dict[int, KVIndices](), list[PoolKind](), list[tuple[int | None, bool]]()
     known = dict[tuple[PoolKind, int], int]()
@@ -146,14 +202,16 @@ def lay_out_kv(specs: Sequence[KVSpec], max_model_len: int | None = None, stage:
         for table in range(num_tables):
             num_alike = collections.Counter[PoolKind]()
             for layer in own[table * share : (table + 1) * share]:
-                kind = specs[layer].pool
+                kind = known_specs[layer].pool
                 pool = known.setdefault((kind, num_alike[kind]), len(pools))
                 if pool == len(pools):
                     pools.append(kind)
                 num_alike[kind] += 1
                 indices[layer] = KVIndices(pool, len(spans))
             spans.append(span)
-    ordered = tuple(indices[specs[layer].home(layer)] for layer in stage)
+    ordered = tuple(
+        indices[known_specs[layer].home(layer)] if layer in known_specs else KVIndices(None, 0) for layer in stage
+    )
     windows, chunks = zip(*((window, window if in_chunks else None) for window, in_chunks in spans), strict=True)
     return KVLayout(ordered, tuple(pools), windows, (1,) * len(pools), chunks)
 

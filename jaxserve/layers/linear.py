@@ -67,6 +67,20 @@ class ColumnParallelLinear(nnx.Module):
         return matmul(self.weight, x, fused=fused, num_rows=num_rows).astype(jnp.float32)
 
 
+def replicated_linear(
+    hidden_size: int, module: str, num_outputs: int, scope: Scope, bias: bool = False
+) -> ColumnParallelLinear:
+    """Build a small projection that every device computes whole: a router, or the gate of a shared expert."""
+    return ColumnParallelLinear(
+        hidden_size,
+        [Rows(module, num_outputs)],
+        outer_axis=None,
+        mesh_axis=None,
+        bias=bias,
+        scope=scope.unsplit(),
+    )
+
+
 class RowParallelLinear(nnx.Module):
     """``x @ W.T + b`` with the input features of W split: the devices' partial sums are added.
 

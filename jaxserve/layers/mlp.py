@@ -29,6 +29,7 @@ class GatedMLP(nnx.Module):
         scope: Scope of the module.
         gate_up: Gate and up projections in checkpoints: two modules, or one with the rows of gate, then up.
         down: Down projection in checkpoints.
+        gate_scale: Factor of the gates before their activation (Falcon-H1).
     """
 
     def __init__(
@@ -41,9 +42,12 @@ class GatedMLP(nnx.Module):
         scope: Scope,
         gate_up: Sequence[str] = ("gate_proj", "up_proj"),
         down: str = "down_proj",
+        gate_scale: float = 1.0,
     ):
         mesh_axis, self.residual_axis = scope.parallel.ffn, scope.parallel.residual_axis
-        self.has_fused_norms = self.residual_axis is None
+        is_fused = gate_scale == 1.0
+        self.has_fused_norms = self.residual_axis is None and is_fused
+        self.gate_scale, self.activation = gate_scale, activation
         self.splits = (Split(ffn_size, f"intermediate_size {ffn_size}"),)
         self.gate_up = ColumnParallelLinear(
             hidden_size,
@@ -51,7 +55,7 @@ class GatedMLP(nnx.Module):
             outer_axis="ffn",
             mesh_axis=mesh_axis,
             bias=bias,
-            activation=activation,
+            activation=activation if is_fused else None,
             scope=scope,
         )
         self.down = RowParallelLinear(
@@ -69,12 +73,19 @@ class GatedMLP(nnx.Module):
     ) -> Float[Array, "rows D"]:
         """Compute ``residual + scale * mlp(norm(x))``; rows from ``num_rows`` on are undefined."""
         x, norm = block_input(x, norm, self.residual_axis)
-        gated = self.gate_up(x, norm=norm, num_rows=num_rows)
+        gated = self._gated(self.gate_up(x, norm=norm, num_rows=num_rows))
         return self.down(gated, residual=residual, scale=scale, num_rows=num_rows)
 
     def partial(self, x: Float[Array, "T D"], *, num_rows: Int[Array, ""] | None = None) -> Float[Array, "T D"]:
         """Compute this device's part of ``mlp(x)`` in float32, for an MLP without biases; see :meth:`__call__`."""
-        return self.down.partial(self.gate_up(x, num_rows=num_rows), num_rows=num_rows)
+        return self.down.partial(self._gated(self.gate_up(x, num_rows=num_rows)), num_rows=num_rows)
+
+    def _gated(self, projected: Float[Array, "T _"]) -> Float[Array, "T F"]:
+        """Apply the gates, unless the projection has."""
+        if self.gate_scale == 1.0:
+            return projected
+        gate, up = jnp.split(projected, 2, axis=1)
+        return ACTIVATIONS[self.activation](gate * self.gate_scale) * up
 
 
 class PlainMLP(nnx.Module):
@@ -132,3 +143,8 @@ class PlainMLP(nnx.Module):
         activation = PLAIN_ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
         inner = activation(self.up(x, norm=norm, num_rows=num_rows))
         return self.down(inner, residual=residual, scale=scale, num_rows=num_rows)
+
+    def partial(self, x: Float[Array, "T D"], *, num_rows: Int[Array, ""] | None = None) -> Float[Array, "T D"]:
+        """Compute this device's part of ``mlp(x)`` in float32, for an MLP without biases; see :meth:`__call__`."""
+        activation = PLAIN_ACTIVATIONS[self.activation] if isinstance(self.activation, str) else self.activation
+        return self.down.partial(activation(self.up(x, num_rows=num_rows)), num_rows=num_rows)

@@ -140,6 +140,7 @@ class DtypePolicy:
         kv: The pages of keys and values.
         linear: Implementation of the operation ``linear``, which multiplies by weights.
         grouped: Implementation of the operation ``grouped_matmul``, which multiplies by experts' weights.
+        recurrent: Implementation of the operations that update states of recurrent layers.
         storage: Storage method of weights; see :mod:`jaxserve.layers.storage`.
         forms: The weights that stay quantized.
         quantized: Implementation of the operations that multiply by these: ``quantized_linear`` and, for experts,
@@ -151,6 +152,7 @@ class DtypePolicy:
     kv: str = "float32"
     linear: str = "xla"
     grouped: str = "xla"
+    recurrent: str = "xla"
     storage: str = "plain"
     forms: WeightForms = DECODED
     quantized: str = "xla"

@@ -244,12 +244,12 @@ def _stored(
 ) -> nnx.Param[Any]:
     """Return a parameter of zeros in the arrays of its storage method; ``axes`` are those of the recipe's array."""
     sources, policy = recipe.sources, scope.policy
-    rows = None if what.experts else policy.forms.find(recipe, what.parts)
-    if rows is not None:
-        recipe = rows.recipe
-        what = dataclasses.replace(
-            what, dtype="uint8", kernel=policy.quantized, method="quantized", segments=rows.segments
-        )
+    rows = policy.forms.find(recipe, what.parts)
+    if rows is not None and (what.experts is None or len(rows.segments) == 1):
+        recipe, segments = rows.recipe, rows.segments
+        if what.experts is not None:
+            segments = (segments[0]._replace(num_outputs=what.local[0]),)
+        what = dataclasses.replace(what, dtype="uint8", kernel=policy.quantized, method="quantized", segments=segments)
     arrays = load_method(what.method).arrays(what)
     value = {name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()}
     only = value["weight"] if list(value) == ["weight"] else value

@@ -33,6 +33,7 @@ class Routing:
         is_corrected: Whether the router has a bias for the choice.
         weighs_inputs: Whether the weights multiply what the experts are given, not what they compute (Llama 4).
         logit_cap: The router's logits become cap * tanh(logit / cap) (Laguna); None for no cap.
+        sum_eps: Added to the sum that normalized weights are divided by.
         jitter: SparseMixer: half the relative distance within which a logit is near the best one.
     """
 
@@ -47,6 +48,7 @@ class Routing:
     is_corrected: bool = False
     weighs_inputs: bool = False
     logit_cap: float | None = None
+    sum_eps: float = 1e-20
     jitter: float = 0.0
 
     def __call__(
@@ -64,7 +66,7 @@ class Routing:
         _, experts = lax.top_k(rated, self.experts_per_token)
         weights = jnp.take_along_axis(scores, experts, axis=1)
         if self.is_normalized:
-            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdims=True) + self.sum_eps)
         return (weights if self.scale == 1.0 else weights * self.scale), experts
 
     def _sparse_mixed(self, logits: Float[Array, "T E"]) -> tuple[Float[Array, "T 2"], Int[Array, "T 2"]]:

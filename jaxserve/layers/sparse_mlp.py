@@ -19,11 +19,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from checkpoints import Piece, TensorRecipe, whole
-from jaxserve.layers.expert_activations import ActivationGLU, ClampedSwiGLU
+from jaxserve.layers.expert_activations import ActivationGLU, ClampedSwiGLU, SquaredReLU
 from jaxserve.layers.expert_dispatch import exchange_rows, gather_rows
 from jaxserve.layers.expert_load import count_each
-from jaxserve.layers.linear import ColumnParallelLinear, add_branch
-from jaxserve.layers.mlp import GatedMLP
+from jaxserve.layers.linear import ColumnParallelLinear, add_branch, replicated_linear
+from jaxserve.layers.mlp import GatedMLP, PlainMLP
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Parallel, Scope
 from jaxserve.layers.params import Rows, Split, expert_weights, matrix, rows_of, stack_rows, vector
@@ -72,7 +72,7 @@ class SharedExpert(nnx.Module):
         gate: Computes the logit of the gate; None for no gate.
     """
 
-    def __init__(self, mlp: GatedMLP, gate: ColumnParallelLinear | None):
+    def __init__(self, mlp: GatedMLP | PlainMLP, gate: ColumnParallelLinear | None):
         self.mlp, self.gate = mlp, gate
 
     def partial(
@@ -97,7 +97,9 @@ class SparseMLP(nnx.Module):
         names: Names in checkpoints.
         shared: The shared expert, if there is one.
         activation: Activation of the experts; None: ``silu(gate) * up``, without biases. If gate and up are
-            interleaved, the experts have biases.
+            interleaved, the experts have biases. With ``SquaredReLU``, ``names.gate_up`` is one projection, of all F.
+        latent: Projections to the experts' input and from their output, of which all devices have all, and the number
+            of features between; None: experts compute the hidden size (Nemotron 3).
         router_bias: Whether the router has a bias.
         router_norm: Norm of the router's input, which is then not that of the experts; None: both are the same.
         router_scale: Factor of the router's logits.
@@ -115,7 +117,8 @@ class SparseMLP(nnx.Module):
         scope: Scope,
         names: ExpertNames = DEFAULT_NAMES,
         shared: SharedExpert | None = None,
-        activation: ClampedSwiGLU | ActivationGLU | None = None,
+        activation: ClampedSwiGLU | ActivationGLU | SquaredReLU | None = None,
+        latent: "LatentProjections | None" = None,
         router_bias: bool = False,
         router_norm: RMSNorm | None = None,
         router_scale: float = 1.0,
@@ -138,10 +141,12 @@ class SparseMLP(nnx.Module):
         self.correction = _correction(names, count, scope) if routing.is_corrected else None
         parts = parallel.parts(parallel.expert_ffn)
         build = partial(expert_weights, num_experts=count, experts_per_token=routing.experts_per_token)
+        self.latent, counts = latent, (ffn_size,) * (1 if isinstance(activation, SquaredReLU) else 2)
+        hidden_size = hidden_size if latent is None else latent.size
         self.gate_up = build(
             stack_rows(
                 scope if self.ffn_axis is not None else scope.unsplit(),
-                _expert_rows(names, names.gate_up, (ffn_size, ffn_size), count),
+                _expert_rows(names, names.gate_up, counts, count),
                 names.tensor,
                 hidden_size,
                 parallel.parts(self.experts_axis),
@@ -198,10 +203,11 @@ class SparseMLP(nnx.Module):
             x, _ = block_input(x, None, self.residual_axis)
         tile, choose = self._tile(x), partial(self._choose, norm)
         x, weights, experts = map_rows(choose, (x,), len(x) if num_rows is None else num_rows, tile)
-        if self.dispatch == "all_reduce":
-            y = self._routed(x, weights, experts, num_rows)
-        else:
-            y = self._exchanged(x, weights, experts, num_rows)
+        given = x if self.latent is None else self.latent.into(x, num_rows=num_rows)
+        compute = self._routed if self.dispatch == "all_reduce" else self._exchanged
+        y = compute(given, weights, experts, num_rows)
+        if self.latent is not None:  # linear: the devices' parts of the sum add up after it too
+            y = self.latent.out_of.in_float32(y.astype(self.dtype), num_rows=num_rows)
         if self.shared is not None:
             y += self._once(self.shared.partial(x, num_rows, tile))
             y = y / 2 if self.is_mean else y
@@ -303,6 +309,8 @@ class SparseMLP(nnx.Module):
         """Add the bias of each row's expert to gate and up, if there is one, and apply the activation, in float32."""
         assert self.activation is not None
         wide = gated.astype(jnp.float32)
+        if isinstance(self.activation, SquaredReLU):
+            return self.activation(wide)
         if self.gate_up_bias is not None:
             wide += self.gate_up_bias[...][experts].astype(jnp.float32)
         gate, up = (wide[:, ::2], wide[:, 1::2]) if self.is_interleaved else jnp.split(wide, 2, axis=1)
@@ -327,18 +335,20 @@ def _gated(y: Float[Array, "T D"], gates: Float[Array, "T 1"]) -> Float[Array, "
     return y * jax.nn.sigmoid(gates)
 
 
-def replicated_linear(
-    hidden_size: int, module: str, num_outputs: int, scope: Scope, bias: bool = False
-) -> ColumnParallelLinear:
-    """Build a small projection that every device computes whole: a router, or the gate of a shared expert."""
-    return ColumnParallelLinear(
-        hidden_size,
-        [Rows(module, num_outputs)],
-        outer_axis=None,
-        mesh_axis=None,
-        bias=bias,
-        scope=scope.unsplit(),
-    )
+class LatentProjections(nnx.Module):
+    """Projections between the hidden size and the fewer features that experts compute.
+
+    Args:
+        hidden_size: D.
+        size: Features of the experts.
+        names: Modules of both projections.
+        scope: Scope of the mixture of experts.
+    """
+
+    def __init__(self, hidden_size: int, size: int, names: tuple[str, str], scope: Scope):
+        self.size = size
+        self.into = replicated_linear(hidden_size, names[0], size, scope)
+        self.out_of = replicated_linear(size, names[1], hidden_size, scope)
 
 
 def _correction(names: ExpertNames, count: int, scope: Scope) -> nnx.Param[Any]:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from checkpoints import Listing, TensorRecipe
 from jaxserve.api.errors import ConfigError
-from jaxserve.layers.kv_layout import KVSpec
+from jaxserve.layers.kv_layout import KVSpec, StateSpec
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Parallel, Scope
 from jaxserve.layers.params import Split
@@ -58,6 +58,8 @@ class LogicalParam(NamedTuple):
     def forms(self) -> dict[str, Form]:
         """What the rows of records of each tensor of a quantized weight hold."""
         assert self.stored is not None, self.recipe
+        if len(self.stored.segments) == 1:
+            return {name: self.stored.segments[0].form for name, _ in self.recipe.sources}
         num_local = self.recipe.shape[0] // self.stored.parts[0]
         ends = np.cumsum([segment.num_outputs for segment in self.stored.segments])
         return {
@@ -97,7 +99,8 @@ class AbstractModel(NamedTuple):
         logical: Each parameter as it is in checkpoints, by its path.
         ignored: Regular expressions of full names of tensors that no parameter needs.
         names: Names of the tensors in each form in which checkpoints have them, by their names in the recipes.
-        kv_specs: KV cache of each layer of the whole model.
+        kv_specs: KV cache of each layer of the whole model; None for layers without one.
+        state_specs: State of each layer of the whole model; empty for layers without one.
         layer_width: Matmul outputs of the widest layer, in elements per token on one device.
         has_fused_norms: Whether kernels can fuse all norms of the whole model with the neighbouring matmuls.
         forms: The weights that stay quantized.
@@ -109,7 +112,8 @@ class AbstractModel(NamedTuple):
     logical: dict[str, LogicalParam]
     ignored: tuple[str, ...]
     names: tuple[Mapping[str, str], ...]
-    kv_specs: tuple[KVSpec, ...]
+    kv_specs: tuple[KVSpec | None, ...]
+    state_specs: tuple[StateSpec, ...]
     layer_width: int
     has_fused_norms: bool
     forms: WeightForms
@@ -244,6 +248,7 @@ def _abstract(
         module.ignored,
         tuple(_names(whole, logical) if isinstance(whole, CausalLM) else _forms(whole, logical)),
         whole.kv_specs,
+        whole.state_specs if isinstance(whole, CausalLM) else ((),) * len(whole.kv_specs),
         max(_width(layer, scope.parallel) for layer in cast(Iterable[nnx.Module], module.layers)),
         whole.has_fused_norms,
         scope.policy.forms,

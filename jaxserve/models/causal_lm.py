@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools, choose_attention
 from jaxserve.layers.attention_chunks import chunks_of, rows_in_chunks
-from jaxserve.layers.decoder import DecoderLayer
+from jaxserve.layers.decoder import Layer
 from jaxserve.layers.embedding import PerLayerEmbedding, PositionEmbedding, VocabEmbedding
-from jaxserve.layers.kv_layout import KVIndices, KVSpec
+from jaxserve.layers.kv_layout import KVIndices, KVSpec, StateSpec, attended
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.norm import LayerNorm, RMSNorm
 from jaxserve.layers.residual import own_rows, whole_rows
@@ -25,6 +25,7 @@ from jaxserve.models.layer_stack import HiddenStates, run_layers
 from jaxserve.models.stages import StageLayers
 from pallas_kernels import AttentionBatch
 from pallas_kernels.qkv_write import Rotation
+from pallas_kernels.recurrent_states import StateRows
 from sharding.collectives import all_max
 
 _NOTEBOOK_PAGE_SIZE = 64
@@ -54,6 +55,11 @@ class Batch(Protocol):
         """For each page table, where each token is and what it attends to."""
         ...
 
+    @property
+    def states(self) -> StateRows | None:
+        """Where rows have their states; None unless the model has recurrent layers."""
+        ...
+
 
 class TokenBatch(NamedTuple):
     """A ``Batch`` and nothing else, for a model outside an engine."""
@@ -62,6 +68,7 @@ class TokenBatch(NamedTuple):
     positions: Int[Array, " T"]
     lengths: Int[Array, " T"]
     attention: tuple[AttentionBatch, ...]
+    states: StateRows | None = None
 
 
 class CausalLM(nnx.Module):
@@ -94,7 +101,7 @@ class CausalLM(nnx.Module):
         config: ModelConfig,
         *,
         embed: VocabEmbedding,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[Layer],
         norm: RMSNorm | LayerNorm,
         head: VocabEmbedding | None,
         ignored: tuple[str, ...] = (),
@@ -158,9 +165,14 @@ class CausalLM(nnx.Module):
         return (tensor, tensor, *(head + tensor for _, head in self.prefixes))
 
     @property
-    def kv_specs(self) -> tuple[KVSpec, ...]:
-        """KV cache of each layer."""
+    def kv_specs(self) -> tuple[KVSpec | None, ...]:
+        """KV cache of each layer; None for layers without one."""
         return tuple(layer.kv_spec for layer in self.layers)
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """State of each layer; empty for layers without one."""
+        return tuple(layer.state_spec for layer in self.layers)
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
@@ -224,7 +236,8 @@ class CausalLM(nnx.Module):
             table if chunk is None else rows_in_chunks(table, positions, chunk, settings.decode_only)
             for table, chunk in zip(batch.attention, chunks, strict=True)
         )
-        return x, tuple(AttentionInputs(table, num_tokens, positions, rotations, per_layer) for table in tables)
+        shared = num_tokens, positions, rotations, per_layer
+        return x, tuple(AttentionInputs(table, *shared, states=batch.states) for table in tables)
 
     def through(
         self,
@@ -245,7 +258,7 @@ class CausalLM(nnx.Module):
             settings: Settings fixed at compile time.
             aux_layers: As in :meth:`hidden`.
         """
-        layers = cast(Sequence[DecoderLayer], self.layers)
+        layers = cast(Sequence[Layer], self.layers)
         options: dict[str, Any] = {"first_layer": self.first_layer, "aux_layers": aux_layers}
         return run_layers(layers, x, pools, inputs, settings, **options)
 
@@ -312,27 +325,40 @@ class CausalLM(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"] | Int[np.ndarray, "B T"]) -> Float[Array, "B T V"]:
         """Compute logits of every token of B sequences, each attending to its own past, in temporary pages."""
         num_rows, length = tokens.shape
-        spec = self.kv_specs[0]
-        chunks = tuple({spec.chunk: None for spec in self.kv_specs})
+        specs = self.kv_specs
+        first = attended(specs)[0]
+        chunks = tuple({spec.chunk: None for spec in attended(specs)})
         page_size = math.gcd(_NOTEBOOK_PAGE_SIZE, *(size for size in chunks if size is not None))
-        chosen = choose_attention(jax.devices()[0], spec.dtype, operation=spec.operation, page_size=page_size)
+        chosen = choose_attention(jax.devices()[0], first.dtype, operation=first.operation, page_size=page_size)
         kernel = chosen.implementation
         attention, num_pages = _private_batch(num_rows, length, page_size)
-        pools = []
-        for spec in self.kv_specs:
-            arrays = kernel.pool_specs(num_pages, page_size, spec.num_kv_heads, spec.head_dim)
-            pools.append(cast(Pools, tuple(jnp.zeros(array.shape, spec.dtype) for array in arrays)))
+        pools, indices = list[Pools](), list[KVIndices]()
+        for layer, spec in enumerate(specs):
+            arrays = () if spec is None else kernel.pool_specs(num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+            pools.append(tuple(jnp.zeros(array.shape, spec and spec.dtype) for array in arrays))
+            place = KVIndices(None, 0)
+            if spec is not None:
+                place = KVIndices(spec.home(layer), chunks.index(spec.chunk))
+            state = self.state_specs[layer]
+            indices.append(place._replace(state=len(specs) + layer) if state else place)
+        for state in self.state_specs:
+            pools.append(tuple(jnp.zeros((num_rows, *array.shape), array.dtype) for array in state))
         positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), num_rows)
-        indices = tuple(
-            KVIndices(spec.home(layer), chunks.index(spec.chunk)) for layer, spec in enumerate(self.kv_specs)
-        )
         settings = AttentionSettings(
-            kernel, page_size, decode_only=False, layer_indices=indices, chunks=chunks_of(chunks, page_size)
+            kernel, page_size, decode_only=False, layer_indices=tuple(indices), chunks=chunks_of(chunks, page_size)
         )
         flat = jnp.asarray(tokens, jnp.int32).reshape(-1)
-        batch = TokenBatch(flat, positions, jnp.full_like(positions, length), (attention,) * len(chunks))
+        states = _private_states(num_rows, length) if any(self.state_specs) else None
+        batch = TokenBatch(flat, positions, jnp.full_like(positions, length), (attention,) * len(chunks), states)
         hidden = self.hidden(batch, pools, settings)
         return self.logits(hidden.x).reshape(num_rows, length, -1)
+
+
+def _private_states(num_rows: int, length: int) -> StateRows:
+    """Return rows of equal length, each with its own new state page."""
+    rows, none = jnp.arange(num_rows, dtype=jnp.int32), jnp.zeros(num_rows, jnp.int32)
+    lens = jnp.full_like(rows, length)
+    return StateRows(rows * length, lens, jnp.ones(num_rows, bool), rows, none, none)
 
 
 def _private_batch(num_rows: int, length: int, page_size: int) -> tuple[AttentionBatch, int]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.layers.attention import Attention
-from jaxserve.layers.decoder import DecoderLayer, LayerNormLayer, PreNormLayer
+from jaxserve.layers.decoder import Layer, LayerNormLayer, PreNormLayer
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.grouped_query_attention import GroupedQueryAttention, QkNorm
 from jaxserve.layers.mlp import GatedMLP, PlainMLP
@@ -51,7 +51,7 @@ class DecoderConfig(ModelConfig):
     sliding_windows: tuple[int | None, ...]
 
 
-LayerBuilder = Callable[[Any, int, Scope], DecoderLayer]
+LayerBuilder = Callable[[Any, int, Scope], Layer]
 """Builds a layer from the family's config, its index and its scope."""
 
 

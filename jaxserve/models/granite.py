@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from jaxserve.layers.decoder import RMSNormLayer
+from jaxserve.layers.decoder import Layer
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_decoder, build_layer
@@ -49,7 +49,7 @@ def build(config: GraniteConfig, scope: Scope) -> CausalLM:
     return build_with(config, scope, build_layer)
 
 
-def build_with(config: GraniteConfig, scope: Scope, build: Callable[..., RMSNormLayer]) -> CausalLM:
+def build_with(config: GraniteConfig, scope: Scope, build: Callable[..., Layer]) -> CausalLM:
     """Return the module whose layers ``build`` builds."""
     layer = partial(build, scale=config.attention_scale, residual_multiplier=config.residual_multiplier)
     return build_decoder(

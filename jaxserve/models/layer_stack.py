@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PyTree
 
 from jaxserve.layers.attention import AttentionInputs, AttentionSettings, Pools
-from jaxserve.layers.decoder import DecoderLayer, LayerOutput
+from jaxserve.layers.decoder import Layer, LayerOutput
 from jaxserve.layers.kv_layout import KVIndices
 
 
@@ -19,7 +19,7 @@ class HiddenStates(NamedTuple):
 
     Attributes:
         x: Hidden state of each token, before the head's norm; after some of the layers, those that a device has.
-        pools: Pools of the whole model, with the step's keys and values.
+        pools: Pools of the whole model, with the step's keys and values, then the states of each recurrent layer.
         expert_tokens: Tokens routed to each expert of each layer that has experts; None if they are not counted.
         aux: Inputs of the layers that a draft head reads, those of the lowest layer first; None for none.
     """
@@ -31,7 +31,7 @@ class HiddenStates(NamedTuple):
 
 
 def run_layers(
-    layers: Sequence[DecoderLayer],
+    layers: Sequence[Layer],
     x: Float[Array, "rows width"],
     pools: Sequence[Pools],
     inputs: Sequence[AttentionInputs],
@@ -45,7 +45,7 @@ def run_layers(
     Args:
         layers: The layers.
         x: Input of the first one.
-        pools: Pools of the whole model.
+        pools: Pools of the whole model, then the states of each recurrent layer.
         inputs: Inputs shared by the layers of each page table.
         settings: Settings fixed at compile time.
         first_layer: Index of the first layer in the whole model.
@@ -55,12 +55,17 @@ def run_layers(
     for index, layer in enumerate(layers):
         if first_layer + index in aux_layers:
             aux.append(x)
-        pool, table, first_page = settings.layer_indices[index] if settings.layer_indices else KVIndices(index, 0)
-        batch = inputs[table].batch._replace(first_page=jnp.int32(first_page))
-        own = inputs[table]._replace(batch=batch, selected=selected)
+        place = settings.layer_indices[index] if settings.layer_indices else KVIndices(index, 0)
+        batch = inputs[place.table].batch._replace(first_page=jnp.int32(place.first_page))
+        own = inputs[place.table]._replace(batch=batch, selected=selected)
         if own.layer_input is not None:
             own = own._replace(layer_input=own.layer_input[:, first_layer + index])
-        x, written[pool], counts, selected = _run_layer(*nnx.split(layer), x, written[pool], own, settings)
+        kept = [each for each in (place.pool, place.state) if each is not None]
+        arrays = sum((written[each] for each in kept), ())
+        x, arrays, counts, selected = _run_layer(*nnx.split(layer), x, arrays, own, settings)
+        for each in kept:
+            count = len(written[each])
+            written[each], arrays = arrays[:count], arrays[count:]
         if counts is not None:
             expert_tokens.append(counts)
     return HiddenStates(

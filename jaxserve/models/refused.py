@@ -84,13 +84,10 @@ REFUSED: Final = (
         ("T5", "MT5", "UMT5", "LongT5", "T5Gemma", "T5Gemma2", "SwitchTransformers", "Bart", "MBart", "Pegasus")
         + ("Marian", "MarianMT", "M2M100", "NllbMoe", "LED", "Blenderbot", "EncoderDecoder", "ProphetNet"),
     ),
-    Refused(
-        _RECURRENT, _MISTRAL, ("Mamba", "Mamba2", "FalconMamba", "Rwkv", "RWKV", "Rwkv5", "Rwkv6", "RWKV7", "xLSTM")
-    ),
+    Refused(_RECURRENT, _MISTRAL, ("Mamba", "FalconMamba", "Rwkv", "RWKV", "Rwkv5", "Rwkv6", "RWKV7", "xLSTM")),
     Refused(_RECURRENT, "Mixtral 8x7B (MixtralForCausalLM)", ("Jamba", "MiniMax", "MiniMaxText01", "MiniMaxM1")),
-    Refused(_RECURRENT, _QWEN3_MOE, ("Qwen3Next", "Qwen3_5Moe")),
-    Refused(_RECURRENT, _QWEN3, ("Qwen3_5", "Lfm2", "Lfm2Moe", "Lfm2Vl", "KimiLinear", "OlmoHybrid")),
-    Refused(_RECURRENT, _LLAMA, ("NemotronH", "Bamba", "FalconH1", "Zamba", "Zamba2")),
+    Refused(_RECURRENT, _QWEN3, ("Lfm2Vl", "KimiLinear", "OlmoHybrid")),
+    Refused(_RECURRENT, _LLAMA, ("Zamba", "Zamba2")),
     Refused(_RECURRENT, "Gemma 2 (Gemma2ForCausalLM)", ("RecurrentGemma",)),
     Refused(_DIFFUSION, _LLAMA, ("LLaDA", "LLaDAModelLM", "LLaDAMoEModelLM", "LLaDA2MoeModelLM")),
     Refused(_DIFFUSION, _QWEN25, ("Dream", "SDAR")),

@@ -21,10 +21,10 @@ class LayerCost(NamedTuple):
     num_products: float
 
 
-def allowed_cuts(specs: Sequence[KVSpec]) -> list[int]:
+def allowed_cuts(specs: Sequence[KVSpec | None]) -> list[int]:
     """Return the layers that a stage may begin with, besides the first: no layer from there on reads the keys and
     values of one before, or attends to the tokens that one before selects."""
-    needs = ((layer, of) for layer, spec in enumerate(specs) for of in (spec.reads, spec.selects_as))
+    needs = ((layer, of) for layer, spec in enumerate(specs) if spec for of in (spec.reads, spec.selects_as))
     reads = [(layer, of) for layer, of in needs if of is not None]
     return [cut for cut in range(1, len(specs)) if not any(read < cut <= layer for layer, read in reads)]
 
@@ -83,7 +83,7 @@ def balanced_stages(
     return stages_of(best[0][1])
 
 
-def check_cuts(stages: Sequence[StageLayers], specs: Sequence[KVSpec]) -> None:
+def check_cuts(stages: Sequence[StageLayers], specs: Sequence[KVSpec | None]) -> None:
     """Raise ConfigError if a layer of one stage reads the keys and values of a layer of another."""
     cuts = allowed_cuts(specs)
     wrong = [stage.first for stage in stages if stage.first and stage.first not in cuts]

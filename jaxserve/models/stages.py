@@ -1,6 +1,7 @@
 """Pipeline stages: consecutive layers of a model that run on devices of their own (GPipe, arXiv:1811.06965)."""
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,6 +33,10 @@ class StageLayers(NamedTuple):
     def is_last(self) -> bool:
         """Whether the stage computes logits and samples."""
         return self.stop == self.num_layers
+
+    def whole_path(self, path: str) -> str:
+        """Return a path in the stage's module as it is in the whole model."""
+        return re.sub(r"^layers\.(\d+)\.", lambda match: f"layers.{self.layers[int(match[1])]}.", path)
 
 
 def stages_of(num_layers: Sequence[int]) -> list[StageLayers]:

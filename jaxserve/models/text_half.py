@@ -150,6 +150,8 @@ TEXT_HALVES: Final[Mapping[str, TextHalf]] = {
     "MuseGlimmerForConditionalGeneration": TextHalf(
         {"muse_glimmer_text": "MuseGlimmerForCausalLM"}, ("vision_tower", "vision_adapter", "vision_projection"), {}
     ),
+    "Qwen3_5ForConditionalGeneration": TextHalf({"qwen3_5_text": "Qwen3_5ForCausalLM"}, ("visual",), {}),
+    "Qwen3_5MoeForConditionalGeneration": TextHalf({"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, ("visual",), {}),
     "Qwen2VLForConditionalGeneration": TextHalf({"qwen2_vl_text": "Qwen2ForCausalLM"}, ("visual",), _QWEN2_VL),
     "Qwen2_5_VLForConditionalGeneration": TextHalf({"qwen2_5_vl_text": "Qwen2ForCausalLM"}, ("visual",), _QWEN2_VL),
     "Qwen3VLForConditionalGeneration": TextHalf({"qwen3_vl_text": "Qwen3ForCausalLM"}, ("visual",), _QWEN3_VL),

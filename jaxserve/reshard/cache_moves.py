@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxserve.scheduling.context_pages import table_of
+from jaxserve.scheduling.context_cache import table_of
 from jaxserve.scheduling.scheduler import Scheduler
 
 

@@ -73,9 +73,9 @@ class _Stack(NamedTuple):
         specs = sharded.kernel.pool_specs(sharded.num_pages, sharded.own_page_size, num_heads, kind.head_dim)
         structs = sharded.abstract_pools(kind, count)
         layers = tuple(
-            (layer, table, first // sharded.pool_pages)
-            for layer, (pool, table, first) in zip(sharded.layers, sharded.kv_layout.layer_indices, strict=True)
-            if pool == index
+            (layer, place.table, place.first_page // sharded.pool_pages)
+            for layer, place in zip(sharded.layers, sharded.kv_layout.layer_indices, strict=True)
+            if place.pool == index
         )
         dimensions = tuple(spec.heads_dimension for spec in specs)
         return cls(kind, count, num_heads, dimensions, structs, layers, sharded.pool_pages)._with_capacity(sharded)
@@ -117,7 +117,13 @@ class _Stack(NamedTuple):
 
 
 def can_share_pages(old: Sequence[ShardedModel], new: Sequence[ShardedModel]) -> bool:
-    """Return whether pages can be moved from the stages of one engine to those of another one for the same model."""
+    """Return whether pages can be moved from the stages of one engine to those of another one for the same model.
+
+    Those of a model with recurrent layers are of no use without states, which are not moved: its requests are computed
+    again from their beginnings.
+    """
+    if new[0].has_states:
+        return False
     for sharded in (*old, *new):
         if not all(stack.splits_only_pages_and_heads(sharded) for stack in _Stack.pools_of(sharded)):
             return False

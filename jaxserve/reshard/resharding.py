@@ -21,6 +21,7 @@ from jaxserve.device.memory import MemoryLedger, return_freed_memory
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
 from jaxserve.device.stage import num_programs
+from jaxserve.device.state_structs import compile_zeros
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import (
@@ -119,7 +120,7 @@ class PreparedReshard:
         with short_switch_interval():
             for stage in self._stages:
                 stage.compile()
-            self._empty_states = [sharded.compile_empty_state() for sharded in plan.models]
+            self._empty_states = [compile_zeros(sharded.abstract_state()) for sharded in plan.models]
             self._readers = [PageReader(sharded) for sharded in old.models] if shares else []
             self._writers = [PageWriter(sharded) for sharded in plan.models] if shares else []
 

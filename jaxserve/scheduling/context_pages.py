@@ -17,155 +17,14 @@ Only tokens known to the host enter the cache, not those that steps in flight ma
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
+from jaxserve.scheduling.context_cache import ContextCache
+from jaxserve.scheduling.context_states import ContextStates
 from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator, max_held_pages
-from jaxserve.scheduling.plan import PageCopy, PageGrant
-from jaxserve.scheduling.prefix_cache import KEY_BYTES, PageRecord, PartialHit, PrefixCache, pack_tokens
+from jaxserve.scheduling.plan import PageCopy, PageGrant, StateSnapshot
+from jaxserve.scheduling.prefix_cache import PartialHit
 from jaxserve.scheduling.sequence import HeldPages, Sequence
-
-
-def table_tag(table: int) -> bytes:
-    """Return what follows a page's keys in the cache to distinguish the page tables."""
-    return bytes([table] if table else [])
-
-
-def table_of(record: PageRecord) -> int:
-    """Return the page table of a cached page."""
-    tag = record.parent[KEY_BYTES:]
-    return tag[0] if tag else 0
-
-
-class ContextCache:
-    """Looks up sequences in the prefix cache and registers their pages there.
-
-    Args:
-        cache: Prefix cache shared by all page tables.
-        windows: Sliding window of each page table; None for full attention.
-    """
-
-    def __init__(self, cache: PrefixCache, windows: Iterable[KVWindow | None]):
-        self._cache = cache
-        self._page_size = cache.page_size
-        self._windows = tuple(windows)
-        self._is_plain = self._windows == (None,)
-        self._tags = [table_tag(table) for table in range(len(self._windows))]
-
-    def begin(self, sequence: Sequence) -> None:
-        """Set the root key that a sequence's page keys start from; keep its keys if the root is unchanged."""
-        root = self._cache.root_key(sequence.cache_root)
-        if sequence.page_keys[:1] != [root]:
-            sequence.page_keys = [root]
-
-    def find_shared(self, sequence: Sequence) -> tuple[int, list[list[int]]]:
-        """Return the number of leading pages cached in all tables, and for each table those its next token sees.
-
-        At least one token is left to compute.
-        """
-        num_pages = (len(sequence.token_ids) - 1) // self._page_size
-        if self._is_plain:
-            leading = self._find_leading(sequence, table_tag(0), num_pages)
-            return len(leading), [leading]
-        return self._find_in_tables(sequence, num_pages)
-
-    def _find_in_tables(self, sequence: Sequence, num_pages: int) -> tuple[int, list[list[int]]]:
-        """Return what ``find_shared`` does, for several page tables or a window."""
-        found = [list[int]() for _ in self._windows]
-        for table, window in enumerate(self._windows):
-            if window is None:
-                found[table] = self._find_leading(sequence, self._tags[table], num_pages)
-                num_pages = len(found[table])
-        runs = list[tuple[KVWindow, list[int]]]()
-        for table, window in enumerate(self._windows):
-            if window is not None:
-                found[table], run = self._find_all(sequence, self._tags[table], num_pages)
-                runs.append((window, run))
-        while num_pages and any(num_pages - self._first_seen(w, num_pages) > run[num_pages] for w, run in runs):
-            num_pages -= 1
-        firsts = [self._first_seen(window, num_pages) for window in self._windows]
-        return num_pages, [pages[first:num_pages] for first, pages in zip(firsts, found, strict=True)]
-
-    def find_partial(self, sequence: Sequence, num_shared: int) -> list[PartialHit]:
-        """Return one cached page to copy per table that starts with the tokens after the shared pages.
-
-        Empty unless every table has one.
-        """
-        content = self._content(sequence, num_shared, len(sequence.token_ids) - 1)
-        hits = [self._cache.find_partial(sequence.page_keys[num_shared] + tag, content) for tag in self._tags]
-        found = [hit for hit in hits if hit is not None]
-        return found if len(found) == len(hits) else []
-
-    def register(self, sequence: Sequence, num_tokens: int, with_last: bool = False) -> None:
-        """Register the full pages of the first ``num_tokens`` tokens and, if ``with_last``, the partly filled one.
-
-        The tokens must be known to the host and written by steps planned or being planned.
-        """
-        num_full, num_left = divmod(num_tokens, self._page_size)
-        for index in range(sequence.num_registered_pages, num_full):
-            self._register_full(sequence, index)
-        if with_last and num_left:
-            content = self._content(sequence, num_full, num_tokens)
-            for tag, table in zip(self._tags, sequence.tables, strict=False):
-                if num_full >= table.num_released:
-                    self._cache.add(table.pages[num_full], sequence.page_keys[num_full] + tag, content)
-
-    def _register_full(self, sequence: Sequence, index: int) -> None:
-        """Register the full page ``index`` of each table."""
-        keys, content = sequence.page_keys, self._content(sequence, index)
-        if len(keys) == index + 1:
-            keys.append(self._cache.key(keys[index], content))
-        for tag, table in zip(self._tags, sequence.tables, strict=False):
-            self._cache.add(table.pages[index], keys[index] + tag, content, keys[index + 1] + tag)
-        sequence.num_registered_pages = index + 1
-
-    def next_page_end(self, sequence: Sequence) -> int:
-        """Return the length, in tokens, at which the next page of a sequence is full."""
-        return (sequence.num_registered_pages + 1) * self._page_size
-
-    def forget(self, sequence: Sequence) -> None:
-        """Remove the pages that a sequence computed itself from the cache."""
-        first = max(sequence.num_cached_tokens, 0) // self._page_size
-        for index in range(first, len(sequence.page_keys)):
-            content = self._content(sequence, index)
-            for tag in self._tags:
-                self._cache.forget_context(sequence.page_keys[index] + tag, content)
-
-    def _find_leading(self, sequence: Sequence, tag: bytes, max_pages: int) -> list[int]:
-        """Return the longest run of cached leading pages of a table, at most ``max_pages``."""
-        found: list[int] = []
-        for key in self._keys(sequence, max_pages):
-            page = self._cache.find(key + tag)
-            if page is None:
-                break
-            found.append(page)
-        return found
-
-    def _find_all(self, sequence: Sequence, tag: bytes, num_pages: int) -> tuple[list[int], list[int]]:
-        """Return a table's pages (-1 if not cached), and the length of the cached run that ends before each page."""
-        found, run = list[int](), [0]
-        for key in self._keys(sequence, num_pages):
-            page = self._cache.find(key + tag)
-            found.append(-1 if page is None else page)
-            run.append(0 if page is None else run[-1] + 1)
-        return found, run
-
-    def _keys(self, sequence: Sequence, num_pages: int) -> Iterator[bytes]:
-        """Yield the keys of the first ``num_pages`` full pages, computing missing ones."""
-        keys = sequence.page_keys
-        for index in range(num_pages):
-            if len(keys) == index + 1:
-                keys.append(self._cache.key(keys[index], self._content(sequence, index)))
-            yield keys[index + 1]
-
-    def _first_seen(self, window: KVWindow | None, num_pages: int) -> int:
-        """Return the first page that the token after ``num_pages`` full pages sees."""
-        return 0 if window is None else window.first_page(num_pages * self._page_size)
-
-    def _content(self, sequence: Sequence, index: int, num_tokens: int | None = None) -> bytes:
-        """Return the packed tokens of page ``index``, without those from position ``num_tokens`` on if it is given."""
-        start = index * self._page_size
-        end = start + self._page_size
-        return pack_tokens(sequence.token_ids[start : end if num_tokens is None else min(end, num_tokens)])
 
 
 class ContextPages:
@@ -176,6 +35,8 @@ class ContextPages:
         windows: Sliding window of each page table; None for full attention.
         shares_parts: Whether a context may begin with a copy of a cached page that is not full.
         num_lookahead: Tokens after those of a row that a drafter on the device takes in.
+        states: States of sequences; None for a model without recurrent layers. With them, a context can begin with
+            cached pages up to a checkpoint of its state only.
 
     Attributes:
         cache: Prefix cache lookups and registrations.
@@ -190,8 +51,12 @@ class ContextPages:
         windows: Iterable[KVWindow | None] = (None,),
         shares_parts: bool = True,
         num_lookahead: int = 0,
+        states: ContextStates | None = None,
     ):
         self.num_lookahead = num_lookahead
+        self.states = states
+        if states is not None:
+            allocator.cache.min_shared_tokens = 1  # a checkpoint may be anywhere in a page
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._allocator, self._shares_parts = allocator, shares_parts
@@ -212,7 +77,10 @@ class ContextPages:
         probe = dataclasses.replace(sequence, page_keys=[])
         self.cache.begin(probe)
         num_shared, _ = self.cache.find_shared(probe)
-        return num_shared * self._page_size
+        if self.states is None:
+            return num_shared * self._page_size
+        hit = self.states.find(probe, num_shared * self._page_size)
+        return 0 if hit is None else hit[1]
 
     def allocate(self, sequence: Sequence) -> list[PageCopy] | None:
         """Allocate pages for all tokens of a waiting sequence, reusing cached ones; leave a token to compute.
@@ -227,6 +95,10 @@ class ContextPages:
         if sequence.reads_cache:
             num_shared, shared = self.cache.find_shared(sequence)
             partial = self.cache.find_partial(sequence, num_shared) if self._shares_parts else []
+        num_common, state = num_shared * self._page_size + min((each.num_tokens for each in partial), default=0), None
+        if self.states is not None:
+            state = self.states.find(sequence, num_common)
+            num_shared, shared, partial = self._up_to(0 if state is None else state[1], shared, partial)
         for hit in partial:  # makes them the last to be evicted, so that none becomes the target of an earlier copy
             self._allocator.touch(hit.page)
         num_pages = self._allocator.pages_for(len(sequence.token_ids))
@@ -237,6 +109,8 @@ class ContextPages:
             tables = self._allocate_tables(num_pages, num_shared, shared)
         if tables is None:
             return None
+        if self.states is not None:
+            self.states.begin(sequence, state, num_common)
         sequence.tables = tables
         sequence.num_pages = min(len(table.pages) for table in tables)
         sequence.num_registered_pages = num_shared
@@ -245,6 +119,18 @@ class ContextPages:
             self._count(sequence)
         copies = [PageCopy(hit.page, table.pages[num_shared]) for hit, table in zip(partial, tables, strict=False)]
         return [copy for copy in copies if copy.source != copy.target]
+
+    def _up_to(
+        self, length: int, shared: list[list[int]], partial: list[PartialHit]
+    ) -> tuple[int, list[list[int]], list[PartialHit]]:
+        """Return as many of the shared pages, and of a copied one, as a context of ``length`` tokens has."""
+        num_pages, num_left = divmod(length, self._page_size)
+        hits = list[PartialHit]()
+        if num_left:
+            more = zip(shared, partial or [None] * len(shared), strict=True)
+            pages = (pages[num_pages] if num_pages < len(pages) else each and each.page for pages, each in more)
+            hits = [PartialHit(page, num_left) for page in pages if page is not None]
+        return num_pages, [pages[:num_pages] for pages in shared], hits
 
     def _allocate_tables(self, num_pages: int, num_shared: int, shared: list[list[int]]) -> list[HeldPages] | None:
         """Allocate the pages after the shared ones in several page tables, or with a window; None if too few are free.
@@ -293,6 +179,15 @@ class ContextPages:
             pass
         return min(end, sequence.num_pages * self._page_size)
 
+    def row_end(self, sequence: Sequence, end: int) -> int:
+        """Return where a row with tokens up to ``end`` has to end, to keep the state there."""
+        return end if self.states is None else self.states.row_end(sequence, end)
+
+    def snapshots(self, sequence: Sequence, row: int, start: int, end: int) -> list[StateSnapshot]:
+        """Return the states to keep from within a row of tokens from ``start`` to ``end``."""
+        found = None if self.states is None else self.states.snapshot(sequence, row, start, end)
+        return [] if found is None else [found]
+
     def with_lookahead(self, sequence: Sequence, end: int) -> int:
         """Return the position up to which a sequence with tokens up to ``end`` should have pages if any are free."""
         return max(end, min(end + self.num_lookahead, sequence.max_length - 1))
@@ -337,11 +232,31 @@ class ContextPages:
             held = ([-1] * table.num_released + table.held for table in sequence.tables)
             pages = itertools.chain.from_iterable(itertools.zip_longest(*held, fillvalue=-1))
             self._allocator.free([page for page in pages if page >= 0])
+        if self.states is not None:
+            self.states.release(sequence)
         sequence.tables = []
         sequence.num_pages = 0
         sequence.num_registered_pages = 0
         sequence.num_computed = 0
         sequence.decode_limit = 0
+
+    def forget(self, sequence: Sequence) -> None:
+        """Remove the pages and the states that a sequence computed itself from the cache."""
+        self.cache.forget(sequence)
+        if self.states is not None:
+            self.states.forget(sequence, max(sequence.num_cached_tokens, 0) // self._page_size)
+
+    def reset_cache(self) -> None:
+        """Remove all pages and states from the cache; those of running sequences stay theirs."""
+        self._allocator.reset()
+        if self.states is not None:
+            self.states.allocator.reset()
+
+    def settle(self) -> None:
+        """Make what earlier plans have cached available; called before a step is planned."""
+        self._allocator.cache.settle()
+        if self.states is not None:
+            self.states.allocator.settle()
 
     def _count(self, sequence: Sequence) -> None:
         """Count the cache hits of a prompt when its sequence is first admitted."""

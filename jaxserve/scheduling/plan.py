@@ -76,6 +76,7 @@ class SchedulerLimits(NamedTuple):
         max_step_samples: Most samples per step of which some follow drafts; None for no limit. A row without samples
             counts as one.
         adapts_drafts: Whether fewer drafts are verified where that is faster.
+        num_states: State pages of a model with recurrent layers, at least ``max_num_seqs``; 0 for other models.
     """
 
     max_num_seqs: int
@@ -89,6 +90,7 @@ class SchedulerLimits(NamedTuple):
     adapts_drafts: bool = False
     num_lookahead: int = 0
     shares_parts: bool = True
+    num_states: int = 0
 
     @property
     def can_wait(self) -> bool:
@@ -105,6 +107,7 @@ class SlotSetup(NamedTuple):
         final_length: Most tokens that the sequence can reach, prompt included.
         token_ids: All known tokens if ``sampling.has_penalties``, else empty.
         num_prompt_tokens: Length of the prompt.
+        state_page: Page of the sequence's running state; -1 for a model without recurrent layers.
     """
 
     slot: int
@@ -112,6 +115,7 @@ class SlotSetup(NamedTuple):
     final_length: int
     token_ids: Sequence[int] = ()
     num_prompt_tokens: int = 0
+    state_page: int = -1
 
 
 class PageCopy(NamedTuple):
@@ -119,6 +123,14 @@ class PageCopy(NamedTuple):
 
     source: int
     target: int
+
+
+class StateSnapshot(NamedTuple):
+    """Writes the state after the first ``num_tokens`` tokens of row ``row`` to state page ``page`` too."""
+
+    row: int
+    num_tokens: int
+    page: int
 
 
 class SlotMask(NamedTuple):
@@ -191,6 +203,8 @@ class StepPlan:
         setups: Slot assignments before the step.
         grants: Page table updates before the step.
         copies: Page copies before the step.
+        state_copies: Copies of state pages before the step.
+        snapshots: States to keep from within rows; at most one per row.
         masks: Token masks of constrained slots; at most one per sample.
         slots: Slot of each row; at most one row per slot. Rows of one token are cheapest at the front.
         starts: Position of each row's first token, or ``ON_DEVICE``.
@@ -209,6 +223,8 @@ class StepPlan:
     setups: list[SlotSetup] = dataclasses.field(default_factory=list[SlotSetup])
     grants: list[PageGrant] = dataclasses.field(default_factory=list[PageGrant])
     copies: list[PageCopy] = dataclasses.field(default_factory=list[PageCopy])
+    state_copies: list[PageCopy] = dataclasses.field(default_factory=list[PageCopy])
+    snapshots: list[StateSnapshot] = dataclasses.field(default_factory=list[StateSnapshot])
     masks: list[SlotMask] = dataclasses.field(default_factory=list[SlotMask])
     slots: MutableSequence[int] = dataclasses.field(default_factory=_column)
     starts: MutableSequence[int] = dataclasses.field(default_factory=_column)

@@ -21,6 +21,7 @@ from jaxserve.scheduling.plan import (
     Sampling,
     SlotMask,
     SlotSetup,
+    StateSnapshot,
     StepPlan,
 )
 
@@ -80,6 +81,8 @@ _TUPLES: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "setups": _setup,
         "grants": PageGrant,
         "copies": PageCopy,
+        "state_copies": PageCopy,
+        "snapshots": StateSnapshot,
         "masks": SlotMask,
         "targets": ChunkTargets,
         "pooling": ChunkPooling,

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Items
 
 from jaxserve.api.outputs import FinishReason
 from jaxserve.scheduling.context_pages import ContextPages
+from jaxserve.scheduling.context_states import context_states
 from jaxserve.scheduling.draft_lengths import DraftLengths
 from jaxserve.scheduling.drafts import DraftCounts, add_drafts, drop_rejected, finish_drafts, measure_step
 from jaxserve.scheduling.endings import Ending, find_ending, find_stop_string
@@ -80,13 +81,12 @@ class Scheduler:
     """
 
     def __init__(self, limits: SchedulerLimits, allocator: PageAllocator, proposer: DraftProposer | None = None):
-        self.limits = limits
-        self.allocator = allocator
-        self.pages = ContextPages(allocator, limits.windows, limits.shares_parts, limits.num_lookahead)
+        self.limits, self.allocator = limits, allocator
+        states = context_states(limits, allocator)
+        self.pages = ContextPages(allocator, limits.windows, limits.shares_parts, limits.num_lookahead, states)
         self._queues = SequenceQueues(limits.max_num_seqs)
         self.waiting, self.running = self._queues.waiting, self._queues.running
-        self.num_preemptions = 0
-        self.num_decode_rows = 0
+        self.num_preemptions = self.num_decode_rows = 0
         self.draft_counts = DraftCounts()
         self.draft_lengths = DraftLengths.within(limits)
         self.num_runnable = 0
@@ -116,7 +116,7 @@ class Scheduler:
         Args:
             now: Time in seconds of ``time.monotonic()``.
         """
-        self.allocator.cache.settle()
+        self.pages.settle()
         step = self._microbatches.begin(self.running, len(self.waiting))
         self._schedule_decodes(step)
         num_decodes = step.num_members
@@ -193,7 +193,7 @@ class Scheduler:
         removes them even if the sequence had finished before.
         """
         if reason == "error":
-            self.pages.cache.forget(sequence)
+            self.pages.forget(sequence)
         if sequence.finish_reason is not None:
             return
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -352,13 +352,14 @@ class Scheduler:
         if not step.has_room(is_member=end == len(sequence.token_ids)):
             return 0
         wanted = self.pages.with_lookahead(sequence, end) if end == len(sequence.token_ids) else end
-        end = min(end, self.pages.grow_to(sequence, wanted))
+        end = self.pages.row_end(sequence, min(end, self.pages.grow_to(sequence, wanted)))
         step.plan.grants += self.pages.grants(sequence)
         if end <= start:
             return 0
         samples = step.add_chunk(sequence, end)
         sequence.num_computed = end
         self.pages.cache.register(sequence, end, with_last=samples)
+        step.plan.snapshots += self.pages.snapshots(sequence, step.plan.num_rows - 1, start, end)
         if samples:
             self.pages.update_decode_limit(sequence)
             if sequence.constraint is not None:

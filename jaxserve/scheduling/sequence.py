@@ -122,6 +122,11 @@ class Sequence:
         slot: Slot on the device; -1 while waiting.
         tables: Pages in each page table of the model; empty while waiting.
         num_pages: Number of pages available in all tables.
+        state_page: Page of its running state; -1 while waiting, and for a model without recurrent layers.
+        state_source: State page of the checkpoint that it goes on from; -1 for none.
+        wanted_states: Lengths after which its state is to be kept, each with whether there is no better reason than its
+            distance from others.
+        last_state: Length of the latest checkpoint of its context.
         num_computed: Tokens whose keys and values are in pages, including steps in flight, if all drafts are accepted.
         num_pending: Tokens sampled by steps in flight, if all drafts are accepted; a pooled vector counts as one.
         drafted: Number of draft tokens of each step that verified some.
@@ -160,6 +165,10 @@ class Sequence:
     slot: int = -1
     tables: list[HeldPages] = dataclasses.field(default_factory=list[HeldPages])
     num_pages: int = 0
+    state_page: int = -1
+    state_source: int = -1
+    wanted_states: list[tuple[int, bool]] = dataclasses.field(default_factory=list[tuple[int, bool]])
+    last_state: int = 0
     num_computed: int = 0
     num_pending: int = 0
     drafted: bytearray = dataclasses.field(default_factory=bytearray)

@@ -94,9 +94,18 @@ class Step:
         """Add the slot assignment and page copies of an admitted sequence."""
         known = tuple(sequence.token_ids) if sequence.sampling.has_penalties else ()
         self.plan.setups.append(
-            SlotSetup(sequence.slot, sequence.sampling, sequence.max_length, known, sequence.num_prompt_tokens)
+            SlotSetup(
+                sequence.slot,
+                sequence.sampling,
+                sequence.max_length,
+                known,
+                sequence.num_prompt_tokens,
+                sequence.state_page,
+            )
         )
         self.plan.copies += copies
+        if sequence.state_source not in (-1, sequence.state_page):
+            self.plan.state_copies.append(PageCopy(sequence.state_source, sequence.state_page))
 
     def fail(self, sequence: Sequence, error: BaseException) -> None:
         """Fail a sequence, but none of the others, once the step completes."""

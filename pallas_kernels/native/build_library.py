@@ -23,7 +23,10 @@ AVX512BF16 = (*AVX512, "-mavx512bf16")
 OBJECTS = (
     {
         f"{name}_{isa}": (f"{name}.c", flags)
-        for name in ("argmax", "attention", "dequantize", "linear", "quantized", "rounded", "qkv_write", "truncation")
+        for name in (
+            *("argmax", "attention", "delta_net", "dequantize", "linear", "mamba2", "quantized", "rounded"),
+            *("qkv_write", "short_convolution", "truncation"),
+        )
         for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
     }
     | {f"{name}_amx": (f"{name}_amx.c", AMX) for name in ("attention", "linear", "rounded")}
@@ -40,7 +43,8 @@ OBJECTS = (
             *(
                 f"{operation}_handler"
                 for operation in (
-                    *("argmax", "attention", "dequantize", "grouped", "linear", "quantized", "truncation", "write"),
+                    *("argmax", "attention", "dequantize", "grouped", "linear", "quantized", "recurrent"),
+                    *("truncation", "write"),
                 )
             ),
         )

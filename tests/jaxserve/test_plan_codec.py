@@ -18,6 +18,7 @@ from jaxserve.scheduling.plan import (
     Sampling,
     SlotMask,
     SlotSetup,
+    StateSnapshot,
     StepPlan,
 )
 from jaxserve.scheduling.plan_codec import decode_plans, encode_plans
@@ -42,9 +43,11 @@ SAMPLINGS = st.builds(
 COLUMN = st.lists(INT, max_size=9).map(lambda numbers: array("i", numbers))
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "number": st.integers(0, 2**62),
-    "setups": st.lists(st.builds(SlotSetup, INT, SAMPLINGS, INT, IDS, INT), max_size=3),
+    "setups": st.lists(st.builds(SlotSetup, INT, SAMPLINGS, INT, IDS, INT, INT), max_size=3),
     "grants": st.lists(st.builds(PageGrant, INT, INT, st.lists(INT), INT), max_size=3),
     "copies": st.lists(st.builds(PageCopy, INT, INT), max_size=3),
+    "state_copies": st.lists(st.builds(PageCopy, INT, INT), max_size=3),
+    "snapshots": st.lists(st.builds(StateSnapshot, INT, INT, INT), max_size=3),
     "masks": st.lists(st.builds(SlotMask, INT, st.binary(max_size=16), INT), max_size=3),
     "slots": COLUMN,
     "starts": COLUMN,
@@ -79,7 +82,7 @@ def test_every_field_is_drawn() -> None:
     plan = StepPlan(3)
     plan.add_decode_rows([2, 5])
     assert encode_plans([plan]) == msgpack.packb(
-        [[3, [], [], [], [], [2, 5], [-1, -1], [1, 1], [1, 1], [-1, -1], [], [], None, 0]]
+        [[3, [], [], [], [], [], [], [2, 5], [-1, -1], [1, 1], [1, 1], [-1, -1], [], [], None, 0]]
     )
 
 

@@ -377,10 +377,11 @@ def test_nan_in_float8(tmp_path: Path) -> None:
         loaded(directory, 1)
 
 
-def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
-    """Blocks of the transposed matrices of all experts, gate and up interleaved by row."""
+def write_gpt_oss(folder: Path) -> tuple[Path, Path, Tensors]:
+    """Write a model with experts in MXFP4 and the float one that it stands for; return their directories and the
+    stored tensors."""
     model = GPT_OSS
-    plain, quantized = tmp_path / "plain", tmp_path / "quantized"
+    plain, quantized = folder / "plain", folder / "quantized"
     for directory in (plain, quantized):
         directory.mkdir()
     write_checkpoint(plain, model, seed=5)
@@ -398,6 +399,12 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     save_file(tensors, plain / "model.safetensors")
     save_file(stored, quantized / "model.safetensors")
     (quantized / "config.json").write_text(json.dumps({**model, "quantization_config": {"quant_method": "mxfp4"}}))
+    return plain, quantized, stored
+
+
+def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    """Blocks of the transposed matrices of all experts, gate and up interleaved by row."""
+    plain, quantized, stored = write_gpt_oss(tmp_path)
     original = tmp_path / "original"
     original.mkdir()
     save_file(original_names(stored), original / "model.safetensors")

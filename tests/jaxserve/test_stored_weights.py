@@ -17,7 +17,7 @@ from tests.gguf_files import write_gguf
 from tests.gguf_models import metadata_of, random_store, to_gguf
 from tests.jaxserve.reshard.test_reshard import contents, make_plan
 from tests.jaxserve.test_gguf_models import BASE
-from tests.jaxserve.test_quantized_checkpoints import DENSE, FUSED, QWEN, write
+from tests.jaxserve.test_quantized_checkpoints import DENSE, EXPERTS, FUSED, QWEN, write, write_gpt_oss
 from tests.quantized_cases import CASES
 from tests.random_checkpoint import write_checkpoint
 
@@ -65,6 +65,24 @@ def test_stored_weights_compute_what_decoded_ones_do(case: str, tmp_path: Path) 
 @pytest.mark.parametrize("model", ["tied", "fused"])
 def test_tied_and_fused_weights(model: str, case: str, tmp_path: Path) -> None:
     compared(tmp_path, {"tied": QWEN, "fused": FUSED}[model], case, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}]
+)
+@pytest.mark.parametrize("case", ["awq", "compressed-tensors int8 groups"])
+def test_experts(case: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    compared(tmp_path, EXPERTS, case, **settings)
+
+
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """Rows of records are columns of the tensors, which have the experts' matrices transposed."""
+    _, quantized, _ = write_gpt_oss(tmp_path)
+    outputs = []
+    for choice in (DECODED, STORED):
+        with LLM(str(quantized), warm_up=False, max_model_len=64, **COMMON, **choice) as llm:
+            outputs.append(generated(llm))
+    check_same(outputs[1], outputs[0])
 
 
 @pytest.mark.parametrize("names", ["q_proj v_proj", "gate_proj"])

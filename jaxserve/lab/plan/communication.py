@@ -20,6 +20,7 @@ from jaxserve.device.step_batch import BatchShape, StepBatch
 from jaxserve.device.step_state import StepState
 from jaxserve.device.steps import attention_settings, sample_rows
 from jaxserve.layers.attention import AttentionSettings
+from jaxserve.layers.kv_layout import attended
 from jaxserve.layers.residual import own_rows, whole_rows
 from jaxserve.models.causal_lm import CausalLM, TokenBatch
 from jaxserve.models.stages import StageLayers
@@ -53,7 +54,7 @@ class StepCollectives:
 
     def __init__(self, sharded: ShardedModel):
         # Collectives do not depend on how a device attends, and XLA's attention is traced on any machine.
-        (operation,) = {spec.operation for spec in sharded.abstract_model.kv_specs}
+        (operation,) = {spec.operation for spec in attended(sharded.abstract_model.kv_specs)}
         self._whole = dataclasses.replace(sharded, stage=None, kernel=load(operation, "xla"))
         self._models: dict[int, ShardedModel] = {}
         self._parts: dict[tuple[str, int, BatchShape], PartCollectives] = {}
@@ -117,7 +118,7 @@ def drafter_collectives(last: ShardedModel, shape: BatchShape) -> list[PartColle
 def _trace_head(last: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
     """Trace a pass of a draft head."""
     assert last.drafter is not None
-    (operation,) = {spec.operation for spec in last.drafter.sharded.abstract_model.kv_specs}
+    (operation,) = {spec.operation for spec in attended(last.drafter.sharded.abstract_model.kv_specs)}
     own = dataclasses.replace(last.drafter.sharded, kernel=load(operation, "xla"))
     drafter = last.drafter._replace(sharded=own)
     sharded = dataclasses.replace(last.with_whole_rows, kernel=own.kernel, drafter=drafter)

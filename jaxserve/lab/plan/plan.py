@@ -148,7 +148,7 @@ def _model_kv_bytes(model: ModelConfig, stages: PlannedStages) -> int:
     sharded = stages.models[0]
     itemsize = jnp.dtype(sharded.policy.kv).itemsize
     parallel = dataclasses.replace(sharded.parallel, size=1, expert_size=1)
-    specs = outline(model, Scope(parallel=parallel)).kv_specs
+    specs = [spec for spec in outline(model, Scope(parallel=parallel)).kv_specs if spec is not None]
     elements = (
         spec.num_kv_heads * spec.head_dim * (2 if spec.value_dim is None else 1) for spec in specs if spec.reads is None
     )

@@ -65,7 +65,7 @@ class StageWork:
         self._parallel, self._itemsize = sharded.parallel, jnp.dtype(sharded.policy.kv).itemsize
         self._matmuls, self._splits_rows = list(_matmuls(sharded)), sharded.splits_rows
         specs = sharded.abstract_model.kv_specs
-        self._specs = [specs[layer] for layer in sharded.layers]
+        self._specs = [spec for layer in sharded.layers if (spec := specs[layer]) is not None]
 
     @classmethod
     def of_drafter(cls, last: ShardedModel) -> "StageWork":

@@ -1,0 +1,121 @@
+"""Recurrent mixers: what stands in the place of attention and keeps a state of fixed size per sequence."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from checkpoints import Piece, TensorRecipe
+from jaxserve.layers.kv_layout import StateArray, StateSpec
+from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
+from jaxserve.layers.norm import RMSNorm
+from jaxserve.layers.parallel import Scope
+from jaxserve.layers.params import Rows, Split, stack_rows, vector
+from jaxserve.layers.residual import block_input
+from pallas_kernels.recurrent_states import Convolution, StateRows
+
+StateArrays = tuple[jax.Array, ...]
+"""A layer's state arrays, each with an entry per state page."""
+
+
+class Mixed(NamedTuple):
+    """Output of a mixer before its output projection, and the states after the step."""
+
+    mixed: Float[Array, "T inner"]
+    states: StateArrays
+
+
+class Recurrent(nnx.Module, ABC):
+    """A mixer whose output depends on earlier tokens through a state of fixed size.
+
+    A subclass declares ``projection``, whose outputs a device has for its heads, ``out``, and ``state_spec``.
+
+    Args:
+        scope: Scope of the module.
+        splits: Requirements on the number of devices that share it.
+    """
+
+    projection: ColumnParallelLinear
+    out: RowParallelLinear
+    state_spec: StateSpec
+
+    def __init__(self, scope: Scope, splits: tuple[Split, ...]):
+        parallel = scope.parallel
+        self.residual_axis, self.mesh_axis = parallel.residual_axis, parallel.heads
+        self.splits = () if parallel.has_whole_attention else splits
+
+    @property
+    def has_fused_norms(self) -> bool:
+        """Whether kernels can fuse the norm before it with its projection."""
+        return self.residual_axis is None
+
+    def project_input(
+        self, x: Float[Array, "rows D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
+    ) -> Float[Array, "T width"]:
+        """Normalize and project a layer's input: all rows, or those of this device, which are gathered first.
+
+        The result is in float32: what a state takes in is never rounded to the activations' dtype.
+        """
+        x, norm = block_input(x, norm, self.residual_axis)
+        return self.projection.in_float32(x, norm=norm, num_rows=num_rows)
+
+    @abstractmethod
+    def update(self, projected: Float[Array, "T width"], states: StateArrays, rows: StateRows) -> Mixed:
+        """Take the projected tokens of each row into its state; tokens of no row are undefined."""
+
+    def finished(self, mixed: Float[Array, "T inner"]) -> Float[Array, "T inner"]:
+        """Return what the output projection multiplies; in deterministic mode, it is given a tile of rows."""
+        return mixed
+
+    def output(
+        self,
+        mixed: Float[Array, "T inner"],
+        *,
+        residual: Float[Array, "rows D"] | None = None,
+        scale: float = 1.0,
+        num_rows: Int[Array, ""] | None = None,
+    ) -> Float[Array, "rows D"]:
+        """Compute ``residual + scale * projection``; later rows than ``num_rows`` are undefined."""
+        finished = self.finished(mixed).astype(self.out.dtype)
+        return self.out(finished, residual=residual, scale=scale, num_rows=num_rows)
+
+
+class CausalConvolution(nnx.Module):
+    """The weights of a convolution of each channel over its latest inputs, of which a state keeps all but the newest.
+
+    Args:
+        rows: Channels of its module in checkpoints, whose weight is ``[channels, 1, taps]``.
+        taps: Inputs that an output depends on.
+        has_bias: Whether it has a bias.
+        scope: Scope that the module's name is relative to.
+        mesh_axis: Mesh axis that channels are split over; None for none.
+    """
+
+    def __init__(self, rows: Sequence[Rows], taps: int, *, has_bias: bool, scope: Scope, mesh_axis: str | None):
+        scope = scope.over(mesh_axis)
+        flat = stack_rows(scope, rows, "weight", taps)
+        pieces = tuple(
+            Piece(each.source, (each.source_start[0], 0, 0), (each.target_start[0], 0, 0), (each.shape[0], 1, taps))
+            for each in flat.pieces
+        )
+        sources = tuple((name, (shape[0], 1, taps)) for name, shape in flat.sources)
+        recipe = TensorRecipe((flat.shape[0], 1, taps), pieces, sources)
+        value = jnp.zeros(recipe.shape, jnp.float32)
+        self.weight: nnx.Param[Any] = nnx.Param(value, axes=("q_heads", None, None), recipe=recipe)
+        self.bias = head_vector(rows, scope, "bias") if has_bias else None
+        num_local = flat.shape[0] // scope.parallel.size
+        self.tail = StateArray((taps - 1, num_local), "float32", split=1)
+
+    @property
+    def arrays(self) -> Convolution:
+        """The weights as kernels take them."""
+        return Convolution(self.weight[...][:, 0].T, None if self.bias is None else self.bias[...])
+
+
+def head_vector(rows: Sequence[Rows], scope: Scope, tensor: str, fill: float = 0.0) -> nnx.Param[Any]:
+    """Return a float32 vector with an element per head, or with those of each head; ``scope`` is that of its axis."""
+    return vector(stack_rows(scope, rows, tensor), "q_heads", scope, fill=fill, dtype="float32")

@@ -1,0 +1,128 @@
+"""Manage the recurrent states of a sequence: find a checkpoint to go on from, say where to keep states, and free them.
+
+A context can go on from a checkpoint only where the cache has the keys and values of all its tokens too, and then uses
+the cached pages up to there: those after it are computed again, into pages of its own, so that nobody else's are
+written. States are kept where they are likely to be needed: before the part of a prompt that templates put before the
+answer, which the next turn of a conversation does not repeat; where a prompt leaves a cached one, as others may too; at
+the end of a context, whose state then is the checkpoint; and by distance, while there is room.
+"""
+
+from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.plan import SchedulerLimits, StateSnapshot
+from jaxserve.scheduling.prefix_cache import TOKEN_BYTES, pack_tokens
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.state_allocator import Checkpoint, StateAllocator
+
+_GENERATION_PROMPT = 16  # most tokens that templates put before an answer
+_DISTANCE = 256
+_PLENTY = 4  # free pages for checkpoints, times the pages of a prompt, from which each of its pages gets one
+
+
+class ContextStates:
+    """The states of sequences.
+
+    Args:
+        allocator: Allocator of the state pages.
+        page_size: Tokens of a page of keys and values.
+        admits_whole: Whether a prompt is computed in one step, which can keep one state.
+    """
+
+    def __init__(self, allocator: StateAllocator, page_size: int, admits_whole: bool = False):
+        self.allocator = allocator
+        self._page_size, self._admits_whole = page_size, admits_whole
+
+    def find(self, sequence: Sequence, num_common: int) -> tuple[Checkpoint, int] | None:
+        """Return the deepest checkpoint to go on from, and its length; at least one token is left to compute.
+
+        Args:
+            sequence: A waiting sequence, whose page keys are known up to the page of token ``num_common``.
+            num_common: Tokens whose keys and values are cached.
+        """
+        end = min(num_common, len(sequence.token_ids) - 1)
+        for index in range(end // self._page_size, -1, -1):
+            found = self.allocator.find(sequence.page_keys[index], self._content(sequence, index, end))
+            if found is not None:
+                return found, index * self._page_size + len(found.content) // TOKEN_BYTES
+        return None
+
+    def begin(self, sequence: Sequence, hit: tuple[Checkpoint, int] | None, num_common: int) -> None:
+        """Give a sequence that is admitted a state page, to which the state of a checkpoint is copied, and choose where
+        to keep states of it."""
+        start, sequence.state_source = 0, -1
+        if hit is not None:
+            self.allocator.hit(hit[0])
+            sequence.state_source, start = hit[0].page, hit[1]
+        sequence.state_page, sequence.last_state = self.allocator.allocate(), start
+        sequence.wanted_states = self._wanted(sequence, start, num_common)
+
+    def row_end(self, sequence: Sequence, end: int) -> int:
+        """Return where a row with tokens up to ``end`` has to end: a row keeps one state."""
+        wanted, start = sequence.wanted_states, sequence.num_computed
+        while wanted and (wanted[0][0] <= start or not self.allocator.has_room(is_spare=wanted[0][1])):
+            del wanted[0]
+        return wanted[0][0] if len(wanted) > 1 and wanted[1][0] <= end else end
+
+    def snapshot(self, sequence: Sequence, row: int, start: int, end: int) -> StateSnapshot | None:
+        """Return the state to keep from within a row of tokens from ``start`` to ``end``, if any."""
+        wanted = sequence.wanted_states
+        if not wanted or not start < wanted[0][0] <= end:
+            return None
+        length, is_spare = wanted.pop(0)
+        parent, content = self._key(sequence, length)
+        page = self.allocator.reserve(parent, content, length - sequence.last_state, is_spare=is_spare)
+        sequence.last_state = length
+        return None if page is None else StateSnapshot(row, length - start, page)
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the state page of a sequence; where the state is that of known tokens, it becomes a checkpoint.
+
+        A state has all tokens of the steps that are planned, among them those in flight.
+        """
+        page, length = sequence.state_page, sequence.num_computed
+        if page < 0:
+            return
+        sequence.state_page, sequence.state_source, sequence.wanted_states = -1, -1, []
+        is_kept = sequence.finish_reason != "error" and 0 < length <= len(sequence.token_ids)
+        if is_kept and len(sequence.page_keys) > length // self._page_size:
+            if self.allocator.keep(page, *self._key(sequence, length), length - sequence.last_state):
+                return
+        self.allocator.free(page)
+
+    def forget(self, sequence: Sequence, first_page: int) -> None:
+        """Remove the checkpoints of a sequence's own tokens from a page on."""
+        for index in range(first_page, len(sequence.page_keys)):
+            content = self._content(sequence, index, len(sequence.token_ids))
+            self.allocator.forget(sequence.page_keys[index], content)
+
+    def _wanted(self, sequence: Sequence, start: int, num_common: int) -> list[tuple[int, bool]]:
+        """Return the lengths after which to keep states, each with whether there is no better reason than distance."""
+        if not self.allocator.keeps_checkpoints:
+            return []
+        last, prompt = len(sequence.token_ids) - 1, sequence.num_prompt_tokens
+        lengths = [prompt - _GENERATION_PROMPT, num_common, *([prompt - 1] if sequence.followers else [])]
+        wanted = {length: False for length in lengths if start < length <= last}
+        if self._admits_whole:
+            return sorted(wanted.items())[-1:]
+        num_pages = last // self._page_size
+        is_plenty = self.allocator.num_spare >= _PLENTY * num_pages
+        distance = self._page_size if is_plenty else -(-_DISTANCE // self._page_size) * self._page_size
+        for length in range((start // distance + 1) * distance, last + 1, distance):
+            wanted.setdefault(length, True)
+        return sorted(wanted.items())
+
+    def _key(self, sequence: Sequence, length: int) -> tuple[bytes, bytes]:
+        """Return the key of the last full page of a sequence's first tokens, and the tokens after it."""
+        index = length // self._page_size
+        return sequence.page_keys[index], self._content(sequence, index, length)
+
+    def _content(self, sequence: Sequence, index: int, end: int) -> bytes:
+        start = index * self._page_size
+        return pack_tokens(sequence.token_ids[start : min(start + self._page_size, end)])
+
+
+def context_states(limits: SchedulerLimits, allocator: PageAllocator) -> ContextStates | None:
+    """Return the states of a scheduler's sequences; None for a model without recurrent layers."""
+    if not limits.num_states:
+        return None
+    states = StateAllocator(limits.num_states, limits.max_num_seqs, allocator.keeps_free_pages)
+    return ContextStates(states, allocator.page_size, limits.admits_whole)

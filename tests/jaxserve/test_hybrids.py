@@ -1,0 +1,224 @@
+"""Families with recurrent layers against transformers: on every layout, in chunks of several sizes, and preempted."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from jaxserve import LLM, SamplingParams, load_model
+from tests.hooks import pages_of_one_request
+from tests.jaxserve import test_models as models
+from tests.jaxserve.test_models import GRANITE, LAYOUTS, NUM_NEW, PROMPT_LENGTHS, Checkpoint, Row, rope
+
+torch = pytest.importorskip("torch")
+
+EXPERTS = {"ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True}}
+EXPERTS |= {"experts2": {"expert_parallel_size": 2, "layout": "expert_gather"}}
+NAMES = ("tp1", "tp2", "tp4", "dp2", "pp2", "sequence2", "context2", "whole-attention4", *EXPERTS)
+CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
+LFM2 = {"hidden_size": 48, "norm_eps": 1e-4, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
+LFM2 |= {"block_multiple_of": 4, "rope_theta": 500.0}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
+DELTA |= {"linear_value_head_dim": 20, "num_hidden_layers": 4, "head_dim": 16, "hidden_size": 40}
+DELTA |= {"layer_types": ["linear_attention", "full_attention"] * 2, **rope("default", partial_rotary_factor=0.5)}
+QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
+QWEN_MOE |= {"shared_expert_intermediate_size": 36}
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 20, "hidden_size": 48, "mamba_d_head": "auto"}
+GRANITE4 = GRANITE | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+GRANITE4 |= {"shared_intermediate_size": 28}
+FALCON = {"mamba_d_ssm": 96, "mamba_rms_norm": True, "key_multiplier": 0.6, "attention_out_multiplier": 0.7}
+FALCON |= {"attention_in_multiplier": 1.3, "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.8}
+FALCON |= {"ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mlp_multipliers": [0.8, 1.2]}
+FALCON |= {"embedding_multiplier": 1.4, "lm_head_multiplier": 0.5}
+NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 20, "hidden_size": 48}
+NEMOTRON |= {"layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"]}
+ROWS = {
+    "granite4": Row(
+        family="GraniteMoeHybrid",
+        raw=MAMBA | GRANITE4 | {"num_local_experts": 6, "num_experts_per_tok": 3, "mamba_n_groups": 1},
+        fast=("tp2",),
+        num_experts=6,
+    ),
+    "granite4-dense": Row(
+        family="GraniteMoeHybrid",
+        raw=MAMBA
+        | GRANITE4
+        | {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+        },
+        fast=(),
+    ),
+    "bamba": Row(family="Bamba", raw=MAMBA | {"attn_layer_indices": [1]}, fast=("tp4",)),
+    "falcon-h1": Row(family="FalconH1", raw=MAMBA | FALCON, fast=("tp2", "pp2")),
+    "falcon-h1-plain": Row(
+        family="FalconH1",
+        raw=MAMBA | {"mamba_d_ssm": None, "mamba_proj_bias": True, "projectors_bias": True, "attention_bias": True},
+        fast=(),
+    ),
+    "falcon-h1-gate-first": Row(family="FalconH1", raw=MAMBA | FALCON | {"mamba_norm_before_gate": False}, fast=()),
+    "nemotron-h": Row(family="NemotronH", raw=NEMOTRON | {"mlp_bias": True, "use_bias": True}, fast=("tp1", "tp4")),
+    "nemotron-h-moe": Row(
+        family="NemotronH",
+        raw=NEMOTRON
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"], "n_routed_experts": 6}
+        | {"num_experts_per_tok": 3, "moe_intermediate_size": 28, "moe_shared_expert_intermediate_size": 36}
+        | {"moe_latent_size": 24, "routed_scaling_factor": 1.5},
+        fast=("ep2",),
+        num_experts=6,
+    ),
+    "mamba2": Row(
+        family="Mamba2",
+        raw={"num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 20, "hidden_size": 48},
+        fast=("tp2",),
+    ),
+    "qwen3-5": Row(family="Qwen3_5", raw=DELTA, fast=("tp1", "tp4")),
+    "qwen3-5-moe": Row(family="Qwen3_5Moe", raw=DELTA | QWEN_MOE, fast=("pp2",), num_experts=6),
+    "qwen3-next": Row(
+        family="Qwen3Next",
+        raw=DELTA
+        | QWEN_MOE
+        | {"mlp_only_layers": [1], "attention_bias": True, "linear_conv_kernel_dim": 3}
+        | {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+        fast=("tp2",),
+        num_experts=6,
+    ),
+    "lfm2": Row(family="Lfm2", raw=LFM2 | {"conv_bias": True}, fast=("tp1", "tp2", "pp2")),
+    "lfm2-tied": Row(
+        family="Lfm2",
+        raw=LFM2 | {"tie_word_embeddings": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+        fast=(),
+    ),
+    "lfm2-moe": Row(
+        family="Lfm2Moe",
+        raw=LFM2
+        | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "num_dense_layers": 1}
+        | {"routed_scaling_factor": 1.5},
+        fast=("ep2",),
+        num_experts=6,
+    ),
+}
+
+
+def make_hf(row: Row) -> Any:
+    """Transformers' model with random weights, none of them neutral, whose states last for a hundred tokens."""
+    raw = {**models.SIZES, **row.raw}
+    config = getattr(transformers, CONFIGS.get(row.family, f"{row.family}Config"))(**raw)
+    config._attn_implementation = "eager"
+    torch.manual_seed(row.seed)
+    model = getattr(transformers, f"{row.family}ForCausalLM")(config).to(torch.float32).eval()
+    embed_gain = 0.1 if config.tie_word_embeddings else 1.0
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                gain = 6.0 if "lm_head" in name else embed_gain if "embed" in name else 1.6
+                parameter.normal_(0.0, gain if "embed" in name else gain * parameter.shape[-1] ** -0.5)
+            elif name.endswith("A_log"):
+                parameter.uniform_(0.002, 0.2).log_()
+            elif "norm" in name and name.endswith("weight"):
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer.normal_(0.0, 0.2)
+        model.tie_weights()
+    return model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """Makes a row's checkpoint, once."""
+    torch.set_num_threads(1)
+
+    @functools.cache
+    def make(name: str) -> Checkpoint:
+        row, directory = ROWS[name], tmp_path_factory.mktemp(name)
+        model = make_hf(row)
+        models.save(model, row, directory)
+        asked = models.prompts(model.config.vocab_size)
+        return Checkpoint(directory, model, asked, [models.greedy(row, model, prompt) for prompt in asked])
+
+    return make
+
+
+def combinations() -> list[Any]:
+    """Every row on its layouts; some of them slow."""
+    return [
+        pytest.param(name, layout, marks=[] if layout in row.fast else [pytest.mark.slow], id=f"{name}-{layout}")
+        for name, row in ROWS.items()
+        for layout in NAMES
+        if layout not in EXPERTS or row.num_experts
+    ]
+
+
+def settings_of(layout: str, **changes: Any) -> dict[str, Any]:
+    """Settings of an engine whose requests are computed in chunks of 16 tokens."""
+    settings: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 8}
+    settings |= {"max_model_len": PROMPT_LENGTHS[-1] + NUM_NEW, "compilation_cache_dir": "", "dtype": "float32"}
+    return settings | (LAYOUTS | EXPERTS)[layout] | changes
+
+
+@pytest.mark.parametrize(("name", "layout"), combinations())
+def test_greedy_tokens_equal_those_of_transformers(
+    name: str, layout: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """Ragged, in chunks, with pages for one request at a time, so that the other is preempted, and again."""
+    made = checkpoint(name)
+    settings = settings_of(layout)
+    pages = pages_of_one_request(made.directory, **settings)
+    with LLM(str(made.directory), **settings, num_gpu_blocks_override=pages) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW)
+        outputs = llm.generate(made.prompts, params, use_tqdm=False)
+        (repeated,) = llm.generate(made.prompts[-1], params, use_tqdm=False)
+        preemptions = sum(metric.value for metric in llm.get_metrics() if metric.name == "jaxserve:num_preemptions")
+    assert [output.outputs[0].token_ids for output in outputs] == made.expected
+    assert preemptions > 0 or "dp" in layout or "experts" in layout, "both requests have run without a preemption"
+    assert repeated.outputs[0].token_ids == made.expected[-1]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_module_on_its_own_gives_the_logits_of_transformers(
+    name: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    made = checkpoint(name)
+    model = load_model(made.directory, dtype="float32")
+    longest = max(made.prompts, key=len)
+    tokens = np.array([longest, longest[::-1]])
+    expected = np.stack([models.logits_of(made.model, row.tolist()) for row in tokens])
+    np.testing.assert_allclose(np.asarray(model(tokens)), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["qwen3-5", "lfm2", "falcon-h1"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_shared_prefix_is_not_computed_again(
+    name: str, is_async: bool, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    """Hits at every length: the same prompt, one that goes on, one that leaves it inside a page, and others between."""
+    made = checkpoint(name)
+    first = made.prompts[-1]
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    with LLM(str(made.directory), **settings_of("tp1", async_scheduling=is_async, max_num_batched_tokens=24)) as llm:
+        (cold,) = llm.generate([first], params, use_tqdm=False)
+        answer = cold.outputs[0].token_ids
+        others = [
+            first,
+            [*first, *answer],
+            [*first, *answer, 5, 7],
+            *(first[:end] + [3, 9, 2] for end in range(2, 40, 5)),
+        ]
+        outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in others]
+        again = llm.generate(others, params, use_tqdm=False)
+    assert answer == made.expected[-1][:12]
+    with LLM(str(made.directory), **settings_of("tp1", enable_prefix_caching=False)) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(others, params, use_tqdm=False)]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert [output.outputs[0].token_ids for output in again] == expected
+    cached = [output.num_cached_tokens for output in outputs]
+    assert cached[0] >= 32 and cached[1] == cached[2] == len(first) + len(answer) - 1
+    assert all(found >= end // 8 * 8 for found, end in zip(cached[3:], range(2, 40, 5), strict=True)), cached

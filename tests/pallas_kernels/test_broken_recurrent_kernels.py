@@ -1,0 +1,126 @@
+"""Break updates of recurrent layers on purpose: the comparison with the reference must notice; see
+``test_broken_kernels``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import delta_net, mamba2, native_library, registry, short_convolution
+from pallas_kernels.recurrent_states import Convolution, States
+from tests.pallas_kernels.test_broken_kernels import Fault, assert_noticed, replaced
+
+CASES: dict[str, Any] = {
+    "delta_net": delta_net.CASES["ragged"],
+    "mamba2": mamba2.CASES["ragged"],
+    "short_convolution": short_convolution.CASES["with_bias"],
+}
+ROWS = {name: ("native", "xla") for name in CASES}
+
+
+def broken_update(implementation: Any, before: Callable[..., Any] | None, after: Callable[..., Any] | None) -> Fault:
+    """Return a fault that changes the arguments of a call, or its results, which it is given with the arguments."""
+
+    def make(update: Callable[..., Any]) -> Callable[..., Any]:
+        def broken(projected: Any, weights: Any, states: Any, rows: Any, **settings: Any) -> Any:
+            arguments = (projected, weights, states, rows)
+            changed = before(*arguments) if before else arguments
+            found = update(*changed, **settings)
+            return after(found, arguments) if after else found
+
+        return broken
+
+    return replaced(implementation, "update", make)
+
+
+def changed_rows(change: Callable[[Any], dict[str, Any]]) -> Callable[..., Any]:
+    return lambda projected, weights, states, rows: (projected, weights, states, rows._replace(**change(rows)))
+
+
+def changed_weights(change: Callable[[Any], Any]) -> Callable[..., Any]:
+    def before(projected, weights, states, rows):
+        is_alone = isinstance(weights, Convolution)
+        convolution = change(weights if is_alone else weights.convolution)
+        return projected, convolution if is_alone else weights._replace(convolution=convolution), states, rows
+
+    return before
+
+
+def later_snapshots(rows: Any) -> dict[str, Any]:
+    """One token late; the snapshot of a last token stays."""
+    is_inside = (rows.snapshot_lens > 0) & (rows.snapshot_lens < rows.lens)
+    return {"snapshot_lens": rows.snapshot_lens + is_inside}
+
+
+def swapped_pages(rows: Any) -> dict[str, Any]:
+    return {"pages": rows.pages.at[jnp.array([0, 2])].set(rows.pages[jnp.array([2, 0])])}
+
+
+def tail_not_moved(found: Any, arguments: Any) -> Any:
+    y, states = found
+    old = arguments[2]
+    return y, states._replace(tail=old.tail) if isinstance(states, States) else old
+
+
+def state_not_written(found: Any, arguments: Any) -> Any:
+    y, states = found
+    page = arguments[3].pages[2]
+    return y, jax.tree.map(lambda new, old: new.at[page].set(old[page]), states, arguments[2])
+
+
+def padding_row_written(found: Any, arguments: Any) -> Any:
+    y, states = found
+    page = arguments[3].pages[-1]
+    return y, jax.tree.map(lambda new: new.at[page].set(0), states)
+
+
+BEFORE: dict[str, Callable[..., Any]] = {
+    "snapshot_late": changed_rows(later_snapshots),
+    "no_snapshot": changed_rows(lambda rows: {"snapshot_lens": jnp.zeros_like(rows.snapshot_lens)}),
+    "neighbours_page": changed_rows(swapped_pages),
+    "never_new": changed_rows(lambda rows: {"are_new": jnp.zeros_like(rows.are_new)}),
+    "always_new": changed_rows(lambda rows: {"are_new": jnp.ones_like(rows.are_new)}),
+    "taps_reversed": changed_weights(lambda c: c._replace(weight=c.weight[::-1])),
+    "channels_shifted": changed_weights(lambda c: c._replace(weight=jnp.roll(c.weight, 1, axis=1))),
+}
+AFTER: dict[str, Callable[..., Any]] = {
+    "tail_not_moved": tail_not_moved,
+    "state_not_written": state_not_written,
+    "padding_row_written": padding_row_written,
+}
+
+
+def weight_faults(name: str) -> dict[str, Callable[..., Any]]:
+    """Parameters of a neighbouring head, or none."""
+
+    def with_field(field: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
+        return lambda projected, weights, *others: (
+            projected,
+            weights._replace(**{field: change(getattr(weights, field))}),
+            *others,
+        )
+
+    fields = {"delta_net": ("a_log", "dt_bias"), "mamba2": ("a_log", "dt_bias", "d")}.get(name, ())
+    faults = {f"{field}_of_the_next_head": with_field(field, lambda x: jnp.roll(x, 1)) for field in fields}
+    if name != "delta_net":
+        faults["no_bias"] = changed_weights(lambda c: c._replace(bias=None))
+    return faults
+
+
+FAULTS = [
+    pytest.param(name, row, fault, marks=pytest.mark.slow if row == "xla" else (), id=f"{name}-{row}-{fault}")
+    for name, rows in ROWS.items()
+    for row in rows
+    for fault in (*BEFORE, *AFTER, *(weight_faults(name)))
+]
+
+
+@pytest.mark.parametrize("name, row, fault", FAULTS)
+def test_broken_update_is_noticed(monkeypatch, name, row, fault):
+    if row == "native" and native_library.unavailable() is not None:
+        pytest.skip(f"needs native kernels: {native_library.unavailable()}")
+    before = (BEFORE | weight_faults(name)).get(fault)
+    implementation = registry.load(name, row)
+    assert_noticed(monkeypatch, name, row, CASES[name], broken_update(implementation, before, AFTER.get(fault)))
