@@ -104,14 +104,12 @@ static void add_group(int rows, int panels, const Linear *l, const Span *span, i
   const Quantized *q = l->quantized;
   const int step = VECTORS * LANES == PANEL ? LANES : span->step;
   const float *sums = (const float *)span->rows + l->padded_in * rows + group * rows;
-  // Codes of a byte were the highest one of an integer.
-  const float power = q->form.values == CODES_E4M3 ? E4M3_POWER : q->form.values <= CODES_UINT8 ? 0x1p-24f : 1;
   for (int p = 0; p < panels; p++) {
     const char *panel = span->panel + p * panel_bytes(q), *at = group_of(q, panel, group), *block = block_of(q, panel, group);
     for (int j = 0; j < VECTORS; j++) {
       const GroupNumbers numbers = numbers_of(q, block, at, span->lane + j * step);
-      const Vec scale = vec_mul(numbers.scale, vec_set(power));
-      const Vec added = q->has_offset ? vec_sub(numbers.bias, vec_mul(numbers.scale, numbers.zero)) : numbers.bias;
+      const Vec scale = vec_mul(numbers.scale, vec_set(code_power(q)));
+      const Vec added = row_factor(q, &numbers);
       for (int r = 0; r < rows; r++) {
         const int64_t place = p * span->partial_panel + r * PANEL + j * step;
         float *at_total = span->totals + place;
