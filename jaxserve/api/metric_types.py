@@ -17,6 +17,7 @@ HELP = MappingProxyType(
         "generation_tokens": "Tokens generated.",
         "prefix_cache_queries": "Number of tokens looked up in the prefix cache.",
         "prefix_cache_hits": "Number of tokens found in the prefix cache.",
+        "prefix_cache_misses": "Number of prompts not wholly in the prefix cache, by reason.",
         "compiles_after_ready": "Number of programs compiled after the engine was ready; expected to be 0.",
         "corrupted_requests": "Number of requests that failed because of NaN logits.",
         "steps": "Steps launched.",

@@ -50,6 +50,23 @@ class CompletionOutput:
 
 
 @dataclass(slots=True, kw_only=True)
+class PrefixMetrics:
+    """What the prefix cache had of a prompt when its first completion was admitted, in tokens."""
+
+    num_cached_tokens: int = 0
+    """Tokens that were not computed again."""
+    num_shared_tokens: int = 0
+    """Tokens whose keys and values were cached: at least as many, and more where a model with recurrent layers had no
+    state to go on from."""
+    num_recomputed_tokens: int = 0
+    """Those of the shared tokens that were computed again."""
+    miss_reason: str | None = None
+    """Why not all of the prompt but its last token was cached: `first_seen` (no cached prompt goes on like this one),
+    `no_checkpoint` (the state after the shared tokens is not kept), or `not_read` (the request may not use the cache);
+    None if all was."""
+
+
+@dataclass(slots=True, kw_only=True)
 class RequestMetrics:
     """Counts and times of a request so far: the fields of vLLM's `RequestStateStats`, and counts of drafts.
 
@@ -75,6 +92,8 @@ class RequestMetrics:
     """Number of these draft tokens."""
     num_accepted_tokens: int = 0
     """Number of accepted ones, without the token that each step samples after them."""
+    prefix: PrefixMetrics | None = None
+    """The prefix cache's part; None before the request first runs."""
     is_corrupted: bool = False
     """Whether the model produced NaN logits or non-finite hidden states; the request has then failed."""
 

@@ -132,7 +132,8 @@ def _choose_policy(policy: DtypePolicy, device: Device, kernels: str | None) -> 
     choice = choose("linear", **where, name=kernels)
     logger.info("Matrix multiplication: %s (%s)", choice.name, choice.why)
     grouped = choose("grouped_matmul", **where, name=kernels)
-    return dataclasses.replace(policy, linear=choice.name, grouped=grouped.name)
+    recurrent = choose("delta_net", **{**where, "dtype": "float32"}, name=kernels)
+    return dataclasses.replace(policy, linear=choice.name, grouped=grouped.name, recurrent=recurrent.name)
 
 
 def _with_narrow_pages(

@@ -10,6 +10,7 @@ from jaxserve.api.metric_types import Counter, Distribution, Gauge, Metric
 from jaxserve.api.outputs import FinishReason
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_state import RequestState
+from jaxserve.scheduling.context_pages import MISS_REASONS
 from jaxserve.scheduling.drafts import DraftCounts
 from jaxserve.scheduling.step import Step
 
@@ -156,6 +157,9 @@ class EngineMetrics:
         found += [Counter(PREFIX + name, {}, value) for name, value in counters.items()]
         for reason, count in self._finished.items():
             found.append(Counter(f"{PREFIX}request_success", {"finished_reason": reason}, count))
+        for reason in MISS_REASONS:
+            count = sum(scheduler.pages.misses[reason] for scheduler in schedulers)
+            found.append(Counter(f"{PREFIX}prefix_cache_misses", {"reason": reason}, count))
         found += [metric.snapshot(PREFIX) for metric in self._distributions.values()]
         drafts = (scheduler.draft_counts for scheduler in schedulers)
         return found + _draft_metrics(drafts, schedulers[0].limits.max_draft_tokens)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jaxserve.api.draft_metrics import DraftReport
 from jaxserve.api.errors import RequestError, own_failure
 from jaxserve.api.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
-from jaxserve.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.api.outputs import CompletionOutput, PrefixMetrics, RequestMetrics, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_params import SamplingParams
@@ -282,7 +282,21 @@ class RequestState:
             num_drafts=sum(len(sequence.drafted) for sequence in sequences),
             num_draft_tokens=sum(sequence.num_draft_tokens for sequence in sequences),
             num_accepted_tokens=sum(sequence.num_accepted_tokens for sequence in sequences),
+            prefix=self._prefix_metrics(),
             is_corrupted=self.is_corrupted,
+        )
+
+    def _prefix_metrics(self) -> PrefixMetrics | None:
+        """Return what the prefix cache had of the prompt; None before the request first runs."""
+        first = self.samples[0].sequence
+        if first.num_cached_tokens < 0:
+            return None
+        shared = max(first.num_shared_tokens, first.num_cached_tokens)
+        return PrefixMetrics(
+            num_cached_tokens=first.num_cached_tokens,
+            num_shared_tokens=shared,
+            num_recomputed_tokens=shared - first.num_cached_tokens,
+            miss_reason=first.miss_reason,
         )
 
     @property

@@ -301,18 +301,21 @@ def make_ledger(config: EngineConfig, plan: EnginePlan, temporary_bytes: int, re
     counted = plan.models if device.platform == "cpu" else [sharded]
     copies = sharded.mesh.devices.size if device.platform == "cpu" else 1
     weights = copies * sum(sharded.weight_bytes for sharded in counted)
-    pages = copies * sum(sharded.pool_bytes for sharded in counted)
+    states = copies * sum(sharded.num_states * sharded.state_bytes for sharded in counted)
+    pages = copies * sum(sharded.pool_bytes for sharded in counted) - states
     slots = copies * sum(sharded.slot_state_bytes for sharded in counted)
     temporaries = "peak temporaries of a step", temporary_bytes
+    recurrent = [("recurrent states", states)] if states else []
     if device.platform == "cpu":
-        programs = max(0, resident_bytes() - resident_before - weights - pages - slots)
+        programs = max(0, resident_bytes() - resident_before - weights - pages - states - slots)
         lines = [(PROCESS_LINE, resident_before), ("weights", weights), ("KV pages", pages)]
+        lines += recurrent
         lines.append(("per-request state", slots))
         lines += [("compiled programs", programs), temporaries]
         total = sum(size for _, size in lines)
     else:
         total = int(device_memory_bytes(device) * usable_fraction(device, config.gpu_memory_utilization))
-        lines = [("weights", weights), ("KV pages", pages), ("per-request state", slots), temporaries]
+        lines = [("weights", weights), ("KV pages", pages), *recurrent, ("per-request state", slots), temporaries]
         lines.append(("reserve", total - sum(size for _, size in lines)))
     return MemoryLedger(
         lines=tuple(lines),

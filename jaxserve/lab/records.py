@@ -28,6 +28,8 @@ class StageMemory:
         temporaries_source: ``compiled`` or ``modelled``.
         step_reserve: What the engine reserves for the largest step: an upper bound of ``temporaries``.
         slots: State of the running sequences besides pages.
+        state_bytes: State of one sequence in the stage's recurrent layers.
+        num_states: Such states: of all running sequences, and of the prefix cache.
         reserve: Left to XLA and the driver.
         usable: Memory of the device times ``gpu_memory_utilization``.
         num_pages: Pages that fit into the rest; 0 if the rest is negative.
@@ -48,12 +50,15 @@ class StageMemory:
     reserve: int
     usable: int
     num_pages: int
+    state_bytes: int = 0
+    num_states: int = 0
     compiled_collectives: Mapping[str, int] | None = None
 
     @property
     def left(self) -> int:
         """Bytes left for pages; negative if the rest does not fit."""
-        return self.usable - self.reserve - self.weights - self.step_reserve - self.slots
+        states = self.num_states * self.state_bytes
+        return self.usable - self.reserve - self.weights - self.step_reserve - self.slots - states
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,7 @@ def memory_table(stages: Sequence[StageMemory], fullest: StageMemory, total: int
     lines = [
         ("weights", [size(stage.weights) for stage in stages], "counted"),
         ("state of sequences", [size(stage.slots) for stage in stages], "counted"),
+        *_state_lines(stages),
         ("activations between layers", [size(stage.activations) for stage in stages], "counted"),
         (
             "temporaries of the largest step",
@@ -79,6 +80,21 @@ def memory_table(stages: Sequence[StageMemory], fullest: StageMemory, total: int
     usable = size(stages[0].usable)
     title = f"Memory of each device ({usable} usable of {size(total)})"
     return title, names, [[name, *cells, source] for name, cells, source in lines]
+
+
+def _state_lines(stages: Sequence[StageMemory]) -> list[tuple[str, list[str], str]]:
+    """Return the lines of recurrent states; none for a model without them."""
+    if not any(stage.num_states for stage in stages):
+        return []
+    tokens = [
+        f"{stage.state_bytes / stage.kv_bytes_per_token:,.0f} tokens" if stage.kv_bytes_per_token else "-"
+        for stage in stages
+    ]
+    return [
+        ("recurrent states", [size(stage.num_states * stage.state_bytes) for stage in stages], "counted"),
+        ("state of one sequence", [size(stage.state_bytes) for stage in stages], "counted"),
+        ("its size in keys and values", tokens, "counted"),
+    ]
 
 
 def compiled_table(stages: Sequence[StageMemory]) -> Table:

@@ -14,7 +14,6 @@ from jaxserve.layers.params import Rows, Split
 from jaxserve.layers.recurrent import CausalConvolution, Mixed, Recurrent, StateArrays, head_vector
 from pallas_kernels.delta_net import DeltaNetKernel, DeltaNetSizes, DeltaNetWeights
 from pallas_kernels.recurrent_states import StateRows, States
-from pallas_kernels.registry import load
 
 
 class DeltaNet(Recurrent):
@@ -60,7 +59,7 @@ class DeltaNet(Recurrent):
         self.out = RowParallelLinear(
             sizes.inner, hidden_size, inner_axis="q_heads", mesh_axis=axis, bias=False, scope=scope.at("out_proj")
         )
-        self.kernel = cast(DeltaNetKernel, load("delta_net", scope.policy.recurrent))
+        self.kernel = cast(DeltaNetKernel, self.load_kernel("delta_net", scope, taps))
         shape = self.kernel.state_shape(self.sizes.num_value_heads, sizes.key_dim, sizes.value_dim)
         self.state_spec = (self.convolution.tail, StateArray(shape, "float32"))
 

@@ -13,7 +13,6 @@ from jaxserve.layers.params import Rows, Split
 from jaxserve.layers.recurrent import CausalConvolution, Mixed, Recurrent, StateArrays, head_vector
 from pallas_kernels.mamba2 import GroupNorm, Mamba2Kernel, Mamba2Sizes, Mamba2Weights, StepLimits
 from pallas_kernels.recurrent_states import StateRows, States
-from pallas_kernels.registry import load
 from sharding.collectives import all_gather, axis_index, axis_size
 
 
@@ -94,7 +93,7 @@ class Mamba2(Recurrent):
             bias=options.out_bias,
             scope=scope.at("out_proj"),
         )
-        self.kernel = cast(Mamba2Kernel, load("mamba2", scope.policy.recurrent))
+        self.kernel = cast(Mamba2Kernel, self.load_kernel("mamba2", scope, options.taps))
         shape = self.kernel.state_shape(self.sizes.num_heads, sizes.state_dim, sizes.head_dim)
         self.state_spec = (self.convolution.tail, StateArray(shape, "float32"))
         self.shares_groups = parts > norm_groups
@@ -133,6 +132,11 @@ class Mamba2(Recurrent):
         group_width = sizes.num_groups * sizes.state_dim
         widths = sizes.inner, sizes.inner, group_width, group_width, sizes.num_heads
         return jnp.concatenate([jnp.full(width, factor) for width, factor in zip(widths, factors, strict=True)])
+
+    @property
+    def has_fused_norms(self) -> bool:
+        """Whether kernels can fuse the norm before it with its projection, and compute each row of it separately."""
+        return super().has_fused_norms and not self.shares_groups and self.options.multipliers is None
 
     @property
     def _norms_later(self) -> bool:

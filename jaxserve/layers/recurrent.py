@@ -17,6 +17,7 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, Split, stack_rows, vector
 from jaxserve.layers.residual import block_input
 from pallas_kernels.recurrent_states import Convolution, StateRows
+from pallas_kernels.registry import load
 
 StateArrays = tuple[jax.Array, ...]
 """A layer's state arrays, each with an entry per state page."""
@@ -47,11 +48,12 @@ class Recurrent(nnx.Module, ABC):
         parallel = scope.parallel
         self.residual_axis, self.mesh_axis = parallel.residual_axis, parallel.heads
         self.splits = () if parallel.has_whole_attention else splits
+        self.is_native = False
 
     @property
     def has_fused_norms(self) -> bool:
-        """Whether kernels can fuse the norm before it with its projection."""
-        return self.residual_axis is None
+        """Whether kernels can fuse the norm before it with its projection, and compute each row of it separately."""
+        return self.residual_axis is None and self.is_native
 
     def project_input(
         self, x: Float[Array, "rows D"], *, norm: RMSNorm | None = None, num_rows: Int[Array, ""] | None = None
@@ -62,6 +64,14 @@ class Recurrent(nnx.Module, ABC):
         """
         x, norm = block_input(x, norm, self.residual_axis)
         return self.projection.in_float32(x, norm=norm, num_rows=num_rows)
+
+    def load_kernel(self, operation: str, scope: Scope, taps: int) -> Any:
+        """Return the implementation of the mixer's operation: that of the scope's policy, or XLA's if it does not
+        support a convolution of this length."""
+        name = scope.policy.recurrent
+        kernel = load(operation, name)
+        self.is_native = name == "native" and kernel.unsupported("cpu", "", "float32", taps=taps) is None
+        return kernel if self.is_native or name != "native" else load(operation, "xla")
 
     @abstractmethod
     def update(self, projected: Float[Array, "T width"], states: StateArrays, rows: StateRows) -> Mixed:

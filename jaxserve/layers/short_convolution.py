@@ -9,7 +9,6 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, Split, rows_of
 from jaxserve.layers.recurrent import CausalConvolution, Mixed, Recurrent, StateArrays
 from pallas_kernels.recurrent_states import StateRows
-from pallas_kernels.registry import load
 from pallas_kernels.short_convolution import ShortConvolutionKernel
 
 
@@ -44,7 +43,7 @@ class ShortConvolution(Recurrent):
             bias=has_bias,
             scope=scope.at("out_proj"),
         )
-        self.kernel = cast(ShortConvolutionKernel, load("short_convolution", scope.policy.recurrent))
+        self.kernel = cast(ShortConvolutionKernel, self.load_kernel("short_convolution", scope, taps))
         self.state_spec = (self.convolution.tail,)
 
     def update(self, projected: Float[Array, "T width"], states: StateArrays, rows: StateRows) -> Mixed:

@@ -15,6 +15,7 @@ Only tokens known to the host enter the cache, not those that steps in flight ma
 (``num_computed`` counts both).
 """
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable
@@ -25,6 +26,11 @@ from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator, max_held
 from jaxserve.scheduling.plan import PageCopy, PageGrant, StateSnapshot
 from jaxserve.scheduling.prefix_cache import PartialHit
 from jaxserve.scheduling.sequence import HeldPages, Sequence
+from jaxserve.scheduling.state_allocator import Checkpoint
+
+MISS_REASONS = ("first_seen", "no_checkpoint", "not_read")
+"""Why a prompt is not in the prefix cache: no cached one goes on like it; the state of recurrent layers after what they
+share is not kept; its request may not use the cache."""
 
 
 class ContextPages:
@@ -43,6 +49,7 @@ class ContextPages:
         num_lookahead: As given.
         num_queried_tokens: Prompt tokens looked up in the cache, once per sequence.
         num_hit_tokens: Prompt tokens found in the cache.
+        misses: Prompts of which not all but the last token was found, by reason.
     """
 
     def __init__(
@@ -59,6 +66,7 @@ class ContextPages:
             allocator.cache.min_shared_tokens = 1  # a checkpoint may be anywhere in a page
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.misses = collections.Counter[str]()
         self._allocator, self._shares_parts = allocator, shares_parts
         self._windows = tuple(windows)
         self._has_windows = any(self._windows)
@@ -97,8 +105,9 @@ class ContextPages:
             partial = self.cache.find_partial(sequence, num_shared) if self._shares_parts else []
         num_common, state = num_shared * self._page_size + min((each.num_tokens for each in partial), default=0), None
         if self.states is not None:
-            state = self.states.find(sequence, num_common)
-            num_shared, shared, partial = self._up_to(0 if state is None else state[1], shared, partial)
+            state, partial = self._find_state(self.states, sequence, num_common)
+            num_shared = 0 if state is None else state[1] // self._page_size
+            shared = [pages[:num_shared] for pages in shared]
         for hit in partial:  # makes them the last to be evicted, so that none becomes the target of an earlier copy
             self._allocator.touch(hit.page)
         num_pages = self._allocator.pages_for(len(sequence.token_ids))
@@ -116,21 +125,24 @@ class ContextPages:
         sequence.num_registered_pages = num_shared
         sequence.num_computed = num_shared * self._page_size + min((hit.num_tokens for hit in partial), default=0)
         if sequence.num_cached_tokens < 0:
-            self._count(sequence)
+            self._count(sequence, num_common)
         copies = [PageCopy(hit.page, table.pages[num_shared]) for hit, table in zip(partial, tables, strict=False)]
         return [copy for copy in copies if copy.source != copy.target]
 
-    def _up_to(
-        self, length: int, shared: list[list[int]], partial: list[PartialHit]
-    ) -> tuple[int, list[list[int]], list[PartialHit]]:
-        """Return as many of the shared pages, and of a copied one, as a context of ``length`` tokens has."""
-        num_pages, num_left = divmod(length, self._page_size)
-        hits = list[PartialHit]()
-        if num_left:
-            more = zip(shared, partial or [None] * len(shared), strict=True)
-            pages = (pages[num_pages] if num_pages < len(pages) else each and each.page for pages, each in more)
-            hits = [PartialHit(page, num_left) for page in pages if page is not None]
-        return num_pages, [pages[:num_pages] for pages in shared], hits
+    def _find_state(
+        self, states: ContextStates, sequence: Sequence, num_common: int
+    ) -> tuple[tuple[Checkpoint, int] | None, list[PartialHit]]:
+        """Return the deepest checkpoint to go on from, with its length, and the pages to copy if it is inside a page.
+
+        A page is copied before the step, so that it must be one of an earlier step, though a shared one need not be.
+        """
+        while (found := states.find(sequence, num_common)) is not None:
+            num_pages, num_left = divmod(found[1], self._page_size)
+            hits = self.cache.find_partial(sequence, num_pages) if num_left else []
+            if not num_left or (hits and all(hit.num_tokens >= num_left for hit in hits)):
+                return found, [PartialHit(hit.page, num_left) for hit in hits]
+            num_common = found[1] - 1
+        return None, []
 
     def _allocate_tables(self, num_pages: int, num_shared: int, shared: list[list[int]]) -> list[HeldPages] | None:
         """Allocate the pages after the shared ones in several page tables, or with a window; None if too few are free.
@@ -252,15 +264,32 @@ class ContextPages:
         if self.states is not None:
             self.states.allocator.reset()
 
+    def continue_counts(self, other: "ContextPages") -> None:
+        """Continue the counters of other pages, which these replace."""
+        self.num_queried_tokens += other.num_queried_tokens
+        self.num_hit_tokens += other.num_hit_tokens
+        self.misses.update(other.misses)
+
     def settle(self) -> None:
         """Make what earlier plans have cached available; called before a step is planned."""
         self._allocator.cache.settle()
         if self.states is not None:
             self.states.allocator.settle()
 
-    def _count(self, sequence: Sequence) -> None:
-        """Count the cache hits of a prompt when its sequence is first admitted."""
+    def _count(self, sequence: Sequence, num_common: int) -> None:
+        """Count the cache hits of a prompt when its sequence is first admitted.
+
+        Args:
+            sequence: The sequence.
+            num_common: Tokens whose keys and values the cache has.
+        """
         sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
+        sequence.num_shared_tokens = min(num_common, sequence.num_prompt_tokens)
+        if sequence.num_cached_tokens < sequence.num_prompt_tokens - 1:
+            is_shared = sequence.num_shared_tokens > sequence.num_cached_tokens
+            reason = "no_checkpoint" if is_shared else "first_seen" if sequence.reads_cache else "not_read"
+            sequence.miss_reason = reason
+            self.misses[reason] += 1
         if sequence.reads_cache:
             self.num_queried_tokens += sequence.num_prompt_tokens
             self.num_hit_tokens += sequence.num_cached_tokens

@@ -1,7 +1,7 @@
 """Manage the recurrent states of a sequence: find a checkpoint to go on from, say where to keep states, and free them.
 
 A context can go on from a checkpoint only where the cache has the keys and values of all its tokens too, and then uses
-the cached pages up to there: those after it are computed again, into pages of its own, so that nobody else's are
+the cached pages up to there: those after it are computed again, into pages of its own, so that no page of others is
 written. States are kept where they are likely to be needed: before the part of a prompt that templates put before the
 answer, which the next turn of a conversation does not repeat; where a prompt leaves a cached one, as others may too; at
 the end of a context, whose state then is the checkpoint; and by distance, while there is room.

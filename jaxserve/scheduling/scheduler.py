@@ -236,8 +236,7 @@ class Scheduler:
             self.num_preemptions += other.num_preemptions
             self.num_decode_rows += other.num_decode_rows
             self.draft_counts.add(other.draft_counts)
-            self.pages.num_queried_tokens += other.pages.num_queried_tokens
-            self.pages.num_hit_tokens += other.pages.num_hit_tokens
+            self.pages.continue_counts(other.pages)
 
     def _fail_rows(self, failed: Items[tuple[Sequence, Exception]], finished: list[Sequence]) -> None:
         """Finish the sequences whose rows could not be built, unless they have finished."""

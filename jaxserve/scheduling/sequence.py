@@ -119,6 +119,8 @@ class Sequence:
         stop_strings: Text so far, if the request has stop strings; other text is made when it is read.
         followers: Further samples of the same prompt; the scheduler enqueues them once this one's prompt is computed.
         num_cached_tokens: Prompt tokens found in the prefix cache when first admitted; -1 before.
+        num_shared_tokens: Prompt tokens whose keys and values the prefix cache had then.
+        miss_reason: Why not all of them but the last were found then, one of ``MISS_REASONS``; None if they were.
         slot: Slot on the device; -1 while waiting.
         tables: Pages in each page table of the model; empty while waiting.
         num_pages: Number of pages available in all tables.
@@ -162,6 +164,8 @@ class Sequence:
     stop_strings: StopStrings | None = None
     followers: list["Sequence"] = dataclasses.field(default_factory=list["Sequence"])
     num_cached_tokens: int = -1
+    num_shared_tokens: int = 0
+    miss_reason: str | None = None
     slot: int = -1
     tables: list[HeldPages] = dataclasses.field(default_factory=list[HeldPages])
     num_pages: int = 0

@@ -28,7 +28,7 @@ from jaxserve.api.errors import (
     RequestFailedError,
 )
 from jaxserve.api.metric_types import Counter, Gauge, Histogram
-from jaxserve.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxserve.api.outputs import CompletionOutput, PrefixMetrics, RequestMetrics, RequestOutput
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
@@ -170,6 +170,7 @@ _CLASSES: tuple[type, ...] = (
         RequestOutput,
         CompletionOutput,
         RequestMetrics,
+        PrefixMetrics,
         RequestSpecDecodeMetrics,
         PackedLogprobs,
         model_pb2.Model,

@@ -138,6 +138,17 @@ INLINE GroupNumbers numbers_of(const Quantized *q, const char *block, const char
   return found;
 }
 
+// What kernels' numbers are multiplied by to get those of rows that are not rounded: codes of a byte are the highest one of
+// an integer.
+INLINE float code_power(const Quantized *q) {
+  return q->form.values == CODES_E4M3 ? E4M3_POWER : q->form.values <= CODES_UINT8 ? 0x1p-24f : 1;
+}
+
+// What is added for a group of such rows, for each 1 of their sum.
+INLINE Vec row_factor(const Quantized *q, const GroupNumbers *numbers) {
+  return q->has_offset ? vec_sub(numbers->bias, vec_mul(numbers->scale, numbers->zero)) : numbers->bias;
+}
+
 // Products of one or several panels with a block's rows, over some features.
 typedef struct {
   const char *panel;    // the first

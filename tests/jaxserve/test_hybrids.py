@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import transformers
 
-from jaxserve import LLM, SamplingParams, load_model
+from jaxserve import LLM, ConfigError, MemoryPlanError, SamplingParams, load_model
 from tests.hooks import pages_of_one_request
 from tests.jaxserve import test_models as models
 from tests.jaxserve.test_models import GRANITE, LAYOUTS, NUM_NEW, PROMPT_LENGTHS, Checkpoint, Row, rope
 
 torch = pytest.importorskip("torch")
 
+METRICS = {"disable_log_stats": False}
 EXPERTS = {"ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True}}
 EXPERTS |= {"experts2": {"expert_parallel_size": 2, "layout": "expert_gather"}}
 NAMES = ("tp1", "tp2", "tp4", "dp2", "pp2", "sequence2", "context2", "whole-attention4", *EXPERTS)
@@ -203,7 +204,7 @@ def test_a_shared_prefix_is_not_computed_again(
     made = checkpoint(name)
     first = made.prompts[-1]
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    with LLM(str(made.directory), **settings_of("tp1", async_scheduling=is_async, max_num_batched_tokens=24)) as llm:
+    with LLM(str(made.directory), **settings_of("tp1", async_scheduling=is_async, num_gpu_blocks_override=99)) as llm:
         (cold,) = llm.generate([first], params, use_tqdm=False)
         answer = cold.outputs[0].token_ids
         others = [
@@ -219,6 +220,68 @@ def test_a_shared_prefix_is_not_computed_again(
         expected = [output.outputs[0].token_ids for output in llm.generate(others, params, use_tqdm=False)]
     assert [output.outputs[0].token_ids for output in outputs] == expected
     assert [output.outputs[0].token_ids for output in again] == expected
-    cached = [output.num_cached_tokens for output in outputs]
+    cached = [output.num_cached_tokens or 0 for output in outputs]
     assert cached[0] >= 32 and cached[1] == cached[2] == len(first) + len(answer) - 1
     assert all(found >= end // 8 * 8 for found, end in zip(cached[3:], range(2, 40, 5), strict=True)), cached
+
+
+def test_samples_of_one_prompt_start_from_its_state(checkpoint: Callable[[str], Checkpoint]) -> None:
+    """And a move to two devices computes states again; misses have reasons."""
+    made = checkpoint("qwen3-5")
+    params = SamplingParams(temperature=1.0, top_k=1, max_tokens=12, n=3)
+    with LLM(str(made.directory), **settings_of("tp1", num_gpu_blocks_override=99, **METRICS)) as llm:
+        (found,) = llm.generate([made.prompts[-1]], params, use_tqdm=False)
+        llm.reshard(mesh="tensor=2")
+        (moved,) = llm.generate([made.prompts[-1]], params, use_tqdm=False)
+        (again,) = llm.generate([made.prompts[-1]], params, use_tqdm=False)
+        misses = {
+            metric.labels["reason"]: metric.value
+            for metric in llm.get_metrics()
+            if metric.name == "jaxserve:prefix_cache_misses"
+        }
+    for output in (found, moved, again):
+        assert [sample.token_ids for sample in output.outputs] == [made.expected[-1][:12]] * 3
+    assert moved.num_cached_tokens == 0 and again.num_cached_tokens == len(made.prompts[-1]) - 1
+    assert again.metrics is not None and again.metrics.prefix is not None
+    assert again.metrics.prefix.num_cached_tokens == again.metrics.prefix.num_shared_tokens == 39
+    assert misses == {"first_seen": 2, "no_checkpoint": 0, "not_read": 0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative_config is not supported",
+        ),
+        (
+            {"prefix_cache_state_bytes": 100},
+            "prefix_cache_state_bytes=100 is less than one state, which has 1[05],... bytes",
+        ),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 does not divide .*4 value heads of linear attention"),
+        ({"max_num_seqs": 4_000_000, "max_num_batched_tokens": 4_000_000}, "for the states of max_num_seqs=4000000"),
+    ],
+)
+def test_settings_that_recurrent_layers_cannot_have(
+    settings: dict[str, Any], message: str, checkpoint: Callable[[str], Checkpoint]
+) -> None:
+    directory = str(checkpoint("qwen3-5").directory)
+    with pytest.raises((ConfigError, MemoryPlanError), match=message):
+        LLM(directory, **settings_of("tp1", **settings))
+
+
+def test_no_states_are_kept_if_they_have_no_room(
+    checkpoint: Callable[[str], Checkpoint], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = checkpoint("lfm2")
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    with (
+        caplog.at_level("INFO"),
+        LLM(str(made.directory), **settings_of("tp1", prefix_cache_state_bytes=0, **METRICS)) as llm,
+    ):
+        llm.generate([made.prompts[-1]], params, use_tqdm=False)
+        (again,) = llm.generate([made.prompts[-1]], params, use_tqdm=False)
+    assert "no states of recurrent layers are kept; every prompt is computed whole" in caplog.text
+    assert again.num_cached_tokens == 0 and again.outputs[0].token_ids == made.expected[-1][:4]
+    assert again.metrics is not None and again.metrics.prefix is not None
+    assert again.metrics.prefix.miss_reason == "no_checkpoint" and again.metrics.prefix.num_recomputed_tokens == 39

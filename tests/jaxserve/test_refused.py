@@ -19,7 +19,7 @@ SAID = {
     "XLMRobertaForMaskedLM": "Qwen3-Embedding-0.6B (Qwen3ForCausalLM), .* is an encoder",
     "T5ForConditionalGeneration": "the language model of Gemma 3 (.*), .* has an encoder beside the decoder",
     "MambaForCausalLM": "Mistral 7B (MistralForCausalLM), .* has recurrent layers",
-    "Qwen3NextForCausalLM": "Qwen3-30B-A3B (Qwen3MoeForCausalLM), .* has recurrent layers",
+    "JambaForCausalLM": "Mixtral 8x7B (MixtralForCausalLM), .* has recurrent layers",
     "ChatGLMModel": "GLM-4-9B (GlmForCausalLM), .* is defined by code in the checkpoint, which is never run",
     "QWenLMHeadModel": "Qwen2.5-7B (Qwen2ForCausalLM), .* is defined by code in the checkpoint",
     "Qwen3ForSequenceClassification": "Qwen3ForCausalLM, the same model with an output head for tokens",

@@ -200,7 +200,7 @@ def _bar(row: Row, batch: int) -> Bar:
     memory = {
         "weights": stage.weights,
         "largest step": stage.step_reserve,
-        "state": stage.slots + stage.reserve,
+        "state": stage.slots + stage.num_states * stage.state_bytes + stage.reserve,
         "KV pages": max(0, stage.left),
     }
     return Bar(row.candidate.name, memory, exchanged, step.step_s, measured, plan.fits)

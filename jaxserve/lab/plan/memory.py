@@ -43,6 +43,8 @@ def stage_memories(
                 temporaries_source="modelled",
                 step_reserve=needs.temporaries,
                 slots=needs.slots,
+                state_bytes=needs.state,
+                num_states=needs.num_states,
                 reserve=budget.reserve,
                 usable=budget.usable,
                 num_pages=max(0, budget.left) // needs.page if needs.page else 0,

@@ -19,9 +19,9 @@ class Work(NamedTuple):
 
     Attributes:
         weight_bytes: Weights read; of experts, those that are expected to get a token.
-        kv_bytes: Keys and values read.
+        kv_bytes: Keys and values read, and states of recurrent layers read and written.
         matmuls: Multiplications and additions of matmuls, by the number of rows of each.
-        attention: Multiplications and additions of attention.
+        attention: Multiplications and additions of attention, and of updates of states.
     """
 
     weight_bytes: float
@@ -66,6 +66,7 @@ class StageWork:
         self._matmuls, self._splits_rows = list(_matmuls(sharded)), sharded.splits_rows
         specs = sharded.abstract_model.kv_specs
         self._specs = [spec for layer in sharded.layers if (spec := specs[layer]) is not None]
+        self._state_bytes = sharded.state_bytes
 
     @classmethod
     def of_drafter(cls, last: ShardedModel) -> "StageWork":
@@ -91,16 +92,21 @@ class StageWork:
         tokens, samples = rows * num_tokens, rows * (num_tokens if num_samples is None else num_samples)
         readers = tokens if self._splits_rows else rows
         seen = [float(min(context, spec.window or context)) for spec in self._specs]
-        own = sum(map(self._token_bytes, self._specs, seen)) * readers
-        attention = sum(map(self._attention, self._specs, seen)) * tokens
+        own = sum(map(self._token_bytes, self._specs, seen)) * readers + 2 * self._state_bytes * rows
+        attention = sum(map(self._attention, self._specs, seen)) * tokens + self._recurrence(tokens)
         return self._work(tokens, samples, all_rows * num_tokens, own, attention)
 
     def prefill(self, num_tokens: int) -> Work:
         """Return the work of a step that computes a prompt of ``num_tokens`` tokens in each lane."""
         seen = [min(num_tokens / 2, float(spec.window or num_tokens)) for spec in self._specs]
-        own = sum(self._token_bytes(spec, float(num_tokens)) for spec in self._specs)
+        own = sum(self._token_bytes(spec, float(num_tokens)) for spec in self._specs) + 2 * self._state_bytes
         all_tokens = num_tokens * self._parallel.num_row_parts
-        return self._work(num_tokens, 1, all_tokens, own, sum(map(self._attention, self._specs, seen)) * num_tokens)
+        attention = sum(map(self._attention, self._specs, seen)) * num_tokens + self._recurrence(num_tokens)
+        return self._work(num_tokens, 1, all_tokens, own, attention)
+
+    def _recurrence(self, num_tokens: int) -> float:
+        """Return the multiplications and additions of states' updates by tokens: about eight for each float32 value."""
+        return 8 * self._state_bytes / 4 * num_tokens
 
     def _token_bytes(self, spec: KVSpec, num_tokens: float) -> float:
         """Return the bytes of keys and values that a device reads of a sequence's context."""

@@ -52,8 +52,8 @@ class ShownPages(NamedTuple):
     """The KV cache of a layer.
 
     Attributes:
-        content: ``keys and values``, or ``latents``.
-        num_heads: Key/value heads of the model.
+        content: ``keys and values``, or ``latents``; for a layer without them what it keeps instead.
+        num_heads: Key/value heads of the model; 0 for a layer without keys and values.
         head_dim: Elements of a head, or of a latent.
         dtype: Element type.
         window: Number of latest tokens that are kept; None for all.
@@ -137,7 +137,7 @@ def place(split: MeshModel, decode: BatchShape, prefill: BatchShape) -> ModelPar
     )
 
 
-def _equal_layers(whole: ShardedModel) -> dict[tuple[tuple[ShownArray, ...], KVSpec], list[int]]:
+def _equal_layers(whole: ShardedModel) -> dict[tuple[tuple[ShownArray, ...], KVSpec | None], list[int]]:
     """Return the indices of the layers of each kind: of equal weights and KV cache."""
     model = whole.abstract_model
     arrays: dict[int, list[ShownArray]] = {}
@@ -145,7 +145,7 @@ def _equal_layers(whole: ShardedModel) -> dict[tuple[tuple[ShownArray, ...], KVS
         match = re.match(r"layers\.(\d+)\.(.*)", path)
         if match is not None:
             arrays.setdefault(int(match[1]), []).append(_shown(match[2], param, whole))
-    equal: dict[tuple[tuple[ShownArray, ...], KVSpec], list[int]] = {}
+    equal: dict[tuple[tuple[ShownArray, ...], KVSpec | None], list[int]] = {}
     for index in sorted(arrays):
         equal.setdefault((tuple(arrays[index]), model.kv_specs[index]), []).append(index)
     return equal
@@ -183,6 +183,9 @@ def _shown(name: str, param: LogicalParam, sharded: ShardedModel) -> ShownArray:
 def _pages(sharded: ShardedModel, layer: int) -> ShownPages:
     """Return the KV cache of a layer."""
     spec, unsplit = sharded.abstract_model.kv_specs[layer], outline(sharded.config, Scope()).kv_specs[layer]
+    if spec is None or unsplit is None:
+        content = "a state of each sequence" if sharded.abstract_model.state_specs[layer] else "nothing"
+        return ShownPages(content, 0, 0, "float32", None, None, None, None, ((),), 0.0, None)
     pools = sharded.abstract_pools(spec.pool)
     own = [pool.sharding.shard_shape(pool.shape) for pool in pools]
     page_bytes = sum(int(np.prod(shape[1:])) * pool.dtype.itemsize for pool, shape in zip(pools, own, strict=True))

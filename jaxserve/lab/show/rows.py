@@ -105,6 +105,8 @@ def split_text(array: ShownArray) -> str:
 def pages_text(pages: ShownPages) -> str:
     """Return what KV pages hold."""
     window = "" if pages.window is None else f", latest {pages.window} tokens"
+    if not pages.num_heads:
+        return pages.content
     if pages.reads is not None:
         return f"those of layer {pages.reads}{window}"
     if pages.content == "latents":

@@ -1,0 +1,143 @@
+"""Random events through a scheduler of recurrent sequences, against a plain model of what each state has taken in."""
+
+from collections.abc import Callable
+
+import pytest
+
+from jaxserve.scheduling.page_allocator import PageAllocator
+from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
+from jaxserve.scheduling.prefix_cache import TOKEN_BYTES, pack_tokens
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.state_allocator import Checkpoint, StateAllocator
+from tests.jaxserve.test_page_events import Context, Events, Pages, Slot
+from tests.plan_rows import Row, rows_of
+
+COPIES_AT_ONCE = 8
+
+
+class StatePages(Pages):
+    """A device with states too, each of which is the context that it has taken in."""
+
+    def __init__(self, num_states: int, num_pages: int, page_size: int, num_stages: int):
+        super().__init__(num_pages, page_size, [None], num_stages)
+        self.states: list[Context] = [(-1,)] * num_states
+        self.state_pages: dict[int, int] = {}
+        self.contexts: dict[int, Context] = {}
+
+    def run(self, plan: StepPlan, running: list[Sequence]) -> list[list[int]]:
+        """The tokens of each row: every row goes on from the state in its page, or from nothing."""
+        self.state_pages |= {setup.slot: setup.state_page for setup in plan.setups}
+        for start in range(0, len(plan.state_copies), COPIES_AT_ONCE):
+            copies = plan.state_copies[start : start + COPIES_AT_ONCE]
+            for copy, state in zip(copies, [self.states[copy.source] for copy in copies], strict=True):
+                self.states[copy.target] = state
+        tokens = super().run(plan, running)
+        rows = rows_of(plan)
+        used = [self.state_pages[row.slot] for row in rows]
+        assert len({*used}) == len(used), "two rows update one state"
+        assert not {*used} & {snapshot.page for snapshot in plan.snapshots}, "a snapshot over a running state"
+        assert len({snapshot.row for snapshot in plan.snapshots}) == len(plan.snapshots), "two states kept of a row"
+        for row, page in zip(rows, used, strict=True):
+            context = self.contexts[row.slot]
+            start = len(context) - len(row.token_ids)
+            assert not start or self.states[page] == context[:start], "a row goes on from another state"
+            self.states[page] = context
+        for index, length, page in plan.snapshots:
+            context = self.contexts[rows[index].slot]
+            assert 0 < length <= len(rows[index].token_ids)
+            self.states[page] = context[: len(context) - len(rows[index].token_ids) + length]
+        return tokens
+
+    def _write(self, row: Row, slot: Slot) -> Context:
+        self.contexts[row.slot] = super()._write(row, slot)
+        return self.contexts[row.slot]
+
+
+class StateEvents(Events):
+    """One random run with few or many states for the prefix cache."""
+
+    def __init__(self, seed: int, depth: int, num_stages: int = 1):
+        super().__init__(seed, depth, num_stages)
+        rng, old = self.rng, self.scheduler.limits
+        num_pages, page_size = self.allocator.num_pages, self.allocator.page_size
+        self.allocator = PageAllocator(num_pages, page_size, keeps_free_pages=rng.random() < 0.9)
+        num_states = old.max_num_seqs + int(rng.choice([0, 1, 3, 12, 100]))
+        limits = SchedulerLimits(
+            old.max_num_seqs, old.max_num_batched_tokens, num_stages=num_stages, num_states=num_states
+        )
+        self.windows = [None]
+        self.scheduler = Scheduler(limits, self.allocator)
+        self.pages = self.device = StatePages(num_states, num_pages, page_size, num_stages)
+        self.room = num_pages * page_size
+
+    @property
+    def states(self) -> StateAllocator:
+        """The allocator of the scheduler's state pages."""
+        assert self.scheduler.pages.states is not None
+        return self.scheduler.pages.states.allocator
+
+    def check(self) -> None:
+        """Each state is that of its sequence's or checkpoint's tokens, and each page has one owner."""
+        super().check()
+        allocator = self.states
+        for sequence in self.scheduler.running:
+            state, count = self.device.states[sequence.state_page], sequence.num_computed
+            known = min(count, len(sequence.token_ids))
+            if count:
+                assert len(state) == count and [*state[:known]] == sequence.token_ids[:known]
+        running = [sequence.state_page for sequence in self.scheduler.running]
+        owned = [*running, *allocator._checkpoints, *allocator._free]
+        assert sorted(owned) == [*range(allocator.num_pages)]
+        for checkpoint in allocator._checkpoints.values():
+            self._check_checkpoint(checkpoint)
+
+    def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        context, cache = self.device.states[checkpoint.page], self.allocator.cache
+        num_full = (len(context) - len(checkpoint.content) // TOKEN_BYTES) // self.allocator.page_size
+        key, size = cache.root_key(b""), self.allocator.page_size
+        for index in range(num_full):
+            key = cache.key(key, pack_tokens([*context[index * size : (index + 1) * size]]))
+        assert checkpoint.parent == key
+        assert checkpoint.content == pack_tokens([*context[num_full * size :]])
+        assert len(context) - num_full * size < size
+
+
+def run_events(seed: int, num_events: int = 80) -> StateEvents:
+    """A run of its own for each seed, with one, two or three steps in flight."""
+    events = StateEvents(seed, depth=1 + seed % 3)
+    events.run(num_events)
+    return events
+
+
+def run_staged_events(seed: int, num_events: int = 80) -> StateEvents:
+    """A run of its own for each seed, in two to four stages."""
+    num_stages = 2 + seed // 2 % 3
+    events = StateEvents(seed, num_stages + seed % 2, num_stages)
+    events.run(num_events)
+    return events
+
+
+@pytest.mark.parametrize("group", range(2))
+def test_states_are_those_of_their_contexts(group: int) -> None:
+    for seed in range(group * 20, group * 20 + 20):
+        run_events(seed)
+
+
+def test_states_in_several_stages_are_those_of_their_contexts() -> None:
+    for seed in range(100, 115):
+        run_staged_events(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [run_events, run_staged_events])
+def test_many_random_events(run: Callable[[int, int], StateEvents]) -> None:
+    for seed in range(1000, 2000):
+        run(seed, 300)
+
+
+def test_random_events_meet_what_they_are_meant_to() -> None:
+    runs = [run_events(seed) for seed in range(30)]
+    assert sum(each.scheduler.num_preemptions for each in runs) > 30
+    assert sum(each.scheduler.pages.num_hit_tokens for each in runs) > 150
+    assert sum(each.states.num_checkpoints for each in runs) > 30
