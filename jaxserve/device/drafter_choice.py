@@ -103,6 +103,11 @@ def _read_draft_model(config: EngineConfig, name: str, directory: Path, sharded:
             f"{sharded.config.vocab_size}; a draft model needs the same vocabulary"
         )
     check_tensor_size(model, sharded.parallel)
+    if any(outline(model, Scope(parallel=sharded.parallel)).state_specs):
+        raise ConfigError(
+            f"speculative_config.model: {name} has recurrent layers, whose states would have to go back after a "
+            "rejected draft; a draft model needs attention in all layers"
+        )
     return model
 
 

@@ -59,7 +59,7 @@ class DeltaNet(Recurrent):
         self.out = RowParallelLinear(
             sizes.inner, hidden_size, inner_axis="q_heads", mesh_axis=axis, bias=False, scope=scope.at("out_proj")
         )
-        self.kernel = cast(DeltaNetKernel, self.load_kernel("delta_net", scope, taps))
+        self.kernel = cast(DeltaNetKernel, self.load_kernel("delta_net", scope, taps=taps, key_dim=sizes.key_dim))
         shape = self.kernel.state_shape(self.sizes.num_value_heads, sizes.key_dim, sizes.value_dim)
         self.state_spec = (self.convolution.tail, StateArray(shape, "float32"))
 

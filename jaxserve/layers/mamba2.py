@@ -93,7 +93,9 @@ class Mamba2(Recurrent):
             bias=options.out_bias,
             scope=scope.at("out_proj"),
         )
-        self.kernel = cast(Mamba2Kernel, self.load_kernel("mamba2", scope, options.taps))
+        self.kernel = cast(
+            Mamba2Kernel, self.load_kernel("mamba2", scope, taps=options.taps, state_dim=sizes.state_dim)
+        )
         shape = self.kernel.state_shape(self.sizes.num_heads, sizes.state_dim, sizes.head_dim)
         self.state_spec = (self.convolution.tail, StateArray(shape, "float32"))
         self.shares_groups = parts > norm_groups

@@ -17,10 +17,14 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.layers.params import Rows, Split, stack_rows, vector
 from jaxserve.layers.residual import block_input
 from pallas_kernels.recurrent_states import Convolution, StateRows
-from pallas_kernels.registry import load
+from pallas_kernels.registry import OPERATIONS, load
 
 StateArrays = tuple[jax.Array, ...]
 """A layer's state arrays, each with an entry per state page."""
+
+
+_DEVICES = {"triton": ("gpu", "NVIDIA")}
+"""Platform and kind of the devices that implementations run on, if not CPUs."""
 
 
 class Mixed(NamedTuple):
@@ -65,13 +69,16 @@ class Recurrent(nnx.Module, ABC):
         x, norm = block_input(x, norm, self.residual_axis)
         return self.projection.in_float32(x, norm=norm, num_rows=num_rows)
 
-    def load_kernel(self, operation: str, scope: Scope, taps: int) -> Any:
-        """Return the implementation of the mixer's operation: that of the scope's policy, or XLA's if it does not
-        support a convolution of this length."""
+    def load_kernel(self, operation: str, scope: Scope, **sizes: int) -> Any:
+        """Return the implementation of the mixer's operation: that of the scope's policy, or XLA's if there is none or
+        it does not support the mixer's sizes."""
         name = scope.policy.recurrent
-        kernel = load(operation, name)
-        self.is_native = name == "native" and kernel.unsupported("cpu", "", "float32", taps=taps) is None
-        return kernel if self.is_native or name != "native" else load(operation, "xla")
+        platform, device_kind = _DEVICES.get(name, ("cpu", "cpu"))
+        kernel = load(operation, name if name in OPERATIONS[operation] else "xla")
+        if kernel.unsupported(platform, device_kind, "float32", **sizes) is not None:
+            return load(operation, "xla")
+        self.is_native = name == "native"
+        return kernel
 
     @abstractmethod
     def update(self, projected: Float[Array, "T width"], states: StateArrays, rows: StateRows) -> Mixed:

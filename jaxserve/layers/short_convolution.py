@@ -43,7 +43,7 @@ class ShortConvolution(Recurrent):
             bias=has_bias,
             scope=scope.at("out_proj"),
         )
-        self.kernel = cast(ShortConvolutionKernel, self.load_kernel("short_convolution", scope, taps))
+        self.kernel = cast(ShortConvolutionKernel, self.load_kernel("short_convolution", scope, taps=taps))
         self.state_spec = (self.convolution.tail,)
 
     def update(self, projected: Float[Array, "T width"], states: StateArrays, rows: StateRows) -> Mixed:

@@ -11,11 +11,18 @@
 #include "quantized_rows.h"
 
 typedef float Sum;
-enum { ROWS = TILE_ROWS, VECTORS = 2, ITEM = 2, NUMBERS = 1, CHUNK = 1024 };
+#define NUMBERS_OF row_numbers_of
+enum { ROWS = TILE_ROWS, VECTORS = 2, ITEM = 2, NUMBERS = 1, CHUNK = 1024, FEW_CHUNK = 128 };
 
 static int is_unpacked(const Quantized *q) {
   (void)q;
   return 1;
+}
+
+// The scale, and as the bias what is added for each 1 of a row's sum.
+INLINE GroupNumbers row_numbers_of(const Quantized *q, const char *block, const char *group, int lane) {
+  const GroupNumbers found = numbers_of(q, block, group, lane);
+  return (GroupNumbers){vec_mul(found.scale, vec_set(code_power(q))), found.zero, row_factor(q, &found)};
 }
 
 // Pairs of numbers that bfloat16 holds.
@@ -61,11 +68,9 @@ static void unpack(const Quantized *q, const char *codes, int64_t count, char *t
     }
 }
 
-// The group's scale, and what is added for the sum of a row, lie in `of_group` as scale and bias.
-INLINE Vec add_sums(const Quantized *q, const GroupNumbers *of_group, const Sum *sums, const float *numbers, Vec total) {
-  total = vec_fma(vec_load(sums), vec_mul(of_group->scale, vec_set(code_power(q))), total);
-  if (!q->has_offset && !q->form.biases) return total;
-  return vec_fma(row_factor(q, of_group), vec_set(*numbers), total);
+INLINE Vec add_sums(const Parts parts, const GroupNumbers *of_group, const Sum *sums, const float *numbers, Vec total) {
+  total = vec_fma(vec_load(sums), of_group->scale, total);
+  return parts.has_offset || parts.has_biases ? vec_fma(of_group->bias, vec_set(*numbers), total) : total;
 }
 
 #define TILE_PRODUCT(sum, rows, weight) _tile_dpbf16ps(sum, rows, weight)

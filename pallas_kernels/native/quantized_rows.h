@@ -138,6 +138,15 @@ INLINE GroupNumbers numbers_of(const Quantized *q, const char *block, const char
   return found;
 }
 
+// What the numbers of a group consist of, so that loops are compiled for each: bits of a number below 8.
+typedef struct {
+  int has_offset, has_biases, has_scales;  // of groups of rounded rows
+} Parts;
+INLINE int number_of_parts(const Quantized *q) {
+  return q->has_offset | (q->form.biases != NO_NUMBERS) << 1 | (q->form.activations == ROUNDED_GROUPS) << 2;
+}
+INLINE Parts parts_of(int number) { return (Parts){number & 1, number >> 1 & 1, number >> 2 & 1}; }
+
 // What kernels' numbers are multiplied by to get those of rows that are not rounded: codes of a byte are the highest one of
 // an integer.
 INLINE float code_power(const Quantized *q) {

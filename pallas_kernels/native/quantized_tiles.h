@@ -1,12 +1,15 @@
 // Products on the tiles of AMX with the groups of a quantized weight. What includes it defines the type Sum of products,
-// ITEM, the bytes of a number on tiles, NUMBERS of each group of a row, CHUNK, the features that are unpacked at a time,
-// is_unpacked, unpack, add_sums, which adds a group's sums of a row to those before, and TILE_PRODUCT.
+// ITEM, the bytes of a number on tiles, NUMBERS of each group of a row, CHUNK, the features that are unpacked at a time, and
+// FEW_CHUNK, those for few rows, is_unpacked, unpack, NUMBERS_OF a group, add_sums, which adds a group's sums of a row to those before, and
+// TILE_PRODUCT.
 //
 // A block of rows is 16. Sums of the groups before lie in memory; while a group is multiplied those of the last one are
 // added to them.
 #pragma once
 #include "amx.h"
 #include "quantized_rows.h"
+
+enum { FEW_FINISHED = 8 };  // rows that are not worth a call
 
 static int64_t block_rows(const Linear *l, int64_t block) {
   const int64_t left = l->num_rows - block * ROWS;
@@ -58,24 +61,39 @@ typedef struct {
   int is_first, is_last;
 } Sums;
 
-// Adds some rows of them to the groups before, and writes the results after the last.
-static void finish_rows(const Linear *l, const Sums *sums, int64_t first, int64_t last) {
-  for (int64_t r = first; r < last; r++) {
-    const int64_t block = r / ROWS, row = r % ROWS;
-    const float *numbers = sums->numbers + block * sums->next_block + row * NUMBERS;
-    float *totals = sums->totals + r * PANEL;
-    Vec total[VECTORS];
-#pragma GCC unroll 2
-    for (int j = 0; j < VECTORS; j++) {
-      total[j] = sums->is_first ? vec_zero() : vec_load(totals + j * LANES);
-      total[j] = add_sums(l->quantized, &sums->of_group[j], sums->tiles[block * VECTORS + j] + row * LANES, numbers, total[j]);
+INLINE void finish_some(const Parts parts, const Linear *l, const Sums *sums, int64_t first, int64_t last) {
+  const int64_t block = first / ROWS, row = first % ROWS;
+  const Sum *left = sums->tiles[block * VECTORS] + row * LANES, *right = left + TILE_BYTES / 4;
+  const float *numbers = sums->numbers + block * sums->next_block + row * NUMBERS;
+  const float *scales = sums->scales + block * sums->next_block + row;
+  const GroupNumbers of_left = sums->of_group[0], of_right = sums->of_group[1];
+  float *totals = sums->totals + first * PANEL;
+  for (int64_t r = first; r < last; r++, left += LANES, right += LANES, numbers += NUMBERS, totals += PANEL) {
+    Vec total[VECTORS] = {vec_zero(), vec_zero()};
+    if (!sums->is_first) {
+      total[0] = vec_load(totals);
+      total[1] = vec_load(totals + LANES);
     }
+    total[0] = add_sums(parts, &of_left, left, numbers, total[0]);
+    total[1] = add_sums(parts, &of_right, right, numbers, total[1]);
     if (sums->is_last) {
-      const Vec scale = vec_set(sums->scales[block * sums->next_block + row]);
+      const Vec scale = vec_set(scales[r - first]);
       finish_pair(l, sums->row + r, sums->out, vec_mul(total[0], scale), vec_mul(total[1], scale));
     } else {
       vec_store(totals, total[0]);
       vec_store(totals + LANES, total[1]);
+    }
+  }
+}
+
+#define PARTS_CASE(n) \
+  case n: finish_some(parts_of(n), l, sums, first, end); break;
+// Adds some rows of them to the groups before, and writes the results after the last.
+static void finish_rows(const Linear *l, const Sums *sums, int64_t first, int64_t last) {
+  for (int64_t end; first < last; first = end) {
+    end = (first / ROWS + 1) * ROWS < last ? (first / ROWS + 1) * ROWS : last;
+    switch (number_of_parts(l->quantized)) {
+      PARTS_CASE(0) PARTS_CASE(1) PARTS_CASE(2) PARTS_CASE(3) PARTS_CASE(4) PARTS_CASE(5) PARTS_CASE(6) PARTS_CASE(7)
     }
   }
 }
@@ -88,7 +106,7 @@ INLINE void prefetch(const char *codes, int64_t bytes) {
 typedef struct {
   const char *codes, *first, *second;  // of the weight, features in words of 32 outputs, and rows of both blocks as tiles
   int64_t steps, depth;
-  Sum *partial;     // of tiles, in whose group there are features before or after
+  Sum *partial;         // of tiles, in whose group there are features before or after
   int is_begin, is_end;  // of the group
   const char *ahead;     // what to fetch meanwhile, or null, and its bytes for each step
   int64_t ahead_bytes;
@@ -125,6 +143,7 @@ INLINE void multiply_part(const int blocks, const int is_unpacked, const Linear 
     TILE_PRODUCT(1, 6, 7);
     if (blocks > 1) TILE_PRODUCT(3, 4, 7);
     const int64_t until = before->rows * (i + 1) / part.steps;
+    if (until - done < FEW_FINISHED && i + 1 < part.steps) continue;
     finish_rows(l, before, done, until);
     done = until;
   }
@@ -181,7 +200,7 @@ INLINE void multiply_blocks_of(const int blocks, const int is_unpacked, Panel *p
     const float *numbers = (const float *)(rows + numbers_at(l));
     *p->before = (Sums){
         .tiles = p->sums[*p->which],
-        .of_group = {numbers_of(q, of_block, of_group, 0), numbers_of(q, of_block, of_group, LANES)},
+        .of_group = {NUMBERS_OF(q, of_block, of_group, 0), NUMBERS_OF(q, of_block, of_group, LANES)},
         .numbers = numbers + group * ROWS * NUMBERS,
         .scales = numbers + q->num_groups * ROWS * NUMBERS,
         .next_block = block_bytes(l) / (int64_t)sizeof(float),
@@ -197,9 +216,9 @@ INLINE void multiply_blocks_of(const int blocks, const int is_unpacked, Panel *p
 }
 
 // The end of the features from one on that are unpacked at a time: of whole groups, or of tiles within one.
-static int64_t chunk_end(const Linear *l, int64_t depth, int64_t begin) {
-  const int64_t group = l->quantized->padded_group, left = group - begin % group, chunk = CHUNK / depth * depth;
-  const int64_t end = begin + (group <= CHUNK ? CHUNK / group * group : left < chunk ? left : chunk);
+static int64_t chunk_end(const Linear *l, int64_t depth, int64_t most, int64_t begin) {
+  const int64_t group = l->quantized->padded_group, left = group - begin % group, chunk = most / depth * depth;
+  const int64_t end = begin + (group <= most ? most / group * group : left < chunk ? left : chunk);
   return end < l->padded_in ? end : l->padded_in;
 }
 
@@ -218,7 +237,7 @@ static void multiply_panel(const int is_unpacked, Panel *p, int64_t first_block,
   const Linear *l = p->l;
   char unpacked[CHUNK * PANEL * ITEM] __attribute__((aligned(64)));
   for (int64_t begin = 0, end; begin < l->padded_in; begin = end) {
-    end = is_unpacked ? chunk_end(l, p->depth, begin) : l->padded_in;
+    end = is_unpacked ? chunk_end(l, p->depth, last_block - first_block > 2 ? CHUNK : FEW_CHUNK, begin) : l->padded_in;
     if (is_unpacked) unpack_chunk(p, begin, end, unpacked);
     for (int64_t block = first_block; block < last_block; block += 2) {
       const int64_t second = block + 1 < last_block ? block_rows(l, block + 1) : 0, first = block_rows(l, block);

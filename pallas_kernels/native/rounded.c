@@ -105,6 +105,7 @@ static void add_group(int rows, int panels, const Linear *l, const Span *span, i
   const Quantized *q = l->quantized;
   const int step = VECTORS * LANES == PANEL ? LANES : span->step;
   const float *numbers = numbers_in(l, span->rows, rows) + group * GROUP_NUMBERS * rows;
+  const Parts parts = parts_of(number_of_parts(q));
   for (int p = 0; p < panels; p++) {
     const char *panel = span->panel + p * panel_bytes(q), *at = group_of(q, panel, group), *block = block_of(q, panel, group);
     for (int j = 0; j < VECTORS; j++) {
@@ -115,7 +116,7 @@ static void add_group(int rows, int panels, const Linear *l, const Span *span, i
         int32_t center_sum;
         memcpy(&center_sum, numbers + CENTER_SUM * rows + r, sizeof center_sum);
         const Ints products = ints_sub(ints_load((const char *)(span->partial + place)), ints_set(center_sum));
-        vec_store(total, add_rounded(q, &of_group, products, numbers + r, rows, group ? vec_load(total) : vec_zero()));
+        vec_store(total, add_rounded(parts, &of_group, products, numbers + r, rows, group ? vec_load(total) : vec_zero()));
       }
     }
   }

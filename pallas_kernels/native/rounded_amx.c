@@ -8,7 +8,8 @@
 #include "rounded_rows.h"
 
 typedef int32_t Sum;
-enum { ROWS = TILE_ROWS, VECTORS = 2, ITEM = 1, NUMBERS = GROUP_NUMBERS, CHUNK = 2048 };
+#define NUMBERS_OF numbers_of
+enum { ROWS = TILE_ROWS, VECTORS = 2, ITEM = 1, NUMBERS = GROUP_NUMBERS, CHUNK = 2048, FEW_CHUNK = 512 };
 
 // Codes of a byte lie as they are multiplied.
 static int is_unpacked(const Quantized *q) { return q->form.values == CODES_UINT4; }
@@ -25,14 +26,12 @@ static void unpack(const Quantized *q, const char *codes, int64_t count, char *t
     }
 }
 
-INLINE Vec add_sums(const Quantized *q, const GroupNumbers *of_group, const Sum *sums, const float *numbers, Vec total) {
-  Ints products = ints_load((const char *)sums);
-  if (!is_unpacked(q)) {
-    int32_t center_sum;
-    memcpy(&center_sum, numbers + CENTER_SUM, sizeof center_sum);
-    products = ints_sub(products, ints_set(center_sum));
-  }
-  return add_rounded(q, of_group, products, numbers, 1, total);
+// The centers of codes are subtracted from what is unpacked; others take theirs from the sum of the row.
+INLINE Vec add_sums(const Parts parts, const GroupNumbers *of_group, const Sum *sums, const float *numbers, Vec total) {
+  int32_t center_sum;
+  memcpy(&center_sum, numbers + CENTER_SUM, sizeof center_sum);
+  const Ints products = ints_sub(ints_load((const char *)sums), ints_set(center_sum));
+  return add_rounded(parts, of_group, products, numbers, 1, total);
 }
 
 #define TILE_PRODUCT(sum, rows, weight)            \
@@ -46,6 +45,8 @@ static void prepare(const Linear *l, int64_t block, float *scratch) {
   for (int64_t r = 0; r < block_rows(l, block); r++) {
     float *numbers = scratch + l->padded_in + (l->padded_in + 3) / 4;
     const RoundedRow row = round_row(l, block * ROWS + r, scratch, numbers);
+    for (int64_t g = 0; g < l->quantized->num_groups && is_unpacked(l->quantized); g++)
+      numbers[g * GROUP_NUMBERS + CENTER_SUM] = 0;  // the int 0 too
     store_row(l, block, r, row.bytes, numbers, row.scale);
   }
 }

@@ -36,6 +36,8 @@ FALCON |= {"ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mlp_multipliers": [0.8
 FALCON |= {"embedding_multiplier": 1.4, "lm_head_multiplier": 0.5}
 NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 20, "hidden_size": 48}
 NEMOTRON |= {"layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"]}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 40}
+VISION |= {"num_position_embeddings": 16}
 ROWS = {
     "granite4": Row(
         family="GraniteMoeHybrid",
@@ -79,6 +81,7 @@ ROWS = {
         fast=("tp2",),
     ),
     "qwen3-5": Row(family="Qwen3_5", raw=DELTA, fast=("tp1", "tp4")),
+    "qwen3-5-vision": Row(family="Qwen3_5", raw=DELTA | {"vision_config": VISION}, fast=("tp2",)),
     "qwen3-5-moe": Row(family="Qwen3_5Moe", raw=DELTA | QWEN_MOE, fast=("pp2",), num_experts=6),
     "qwen3-next": Row(
         family="Qwen3Next",
@@ -109,11 +112,15 @@ ROWS = {
 def make_hf(row: Row) -> Any:
     """Transformers' model with random weights, none of them neutral, whose states last for a hundred tokens."""
     raw = {**models.SIZES, **row.raw}
-    config = getattr(transformers, CONFIGS.get(row.family, f"{row.family}Config"))(**raw)
+    kind, name = "CausalLM", CONFIGS.get(row.family, f"{row.family}Config")
+    if "vision_config" in raw:
+        kind, name = "ConditionalGeneration", f"{row.family}Config"
+        raw = {"vision_config": raw.pop("vision_config"), "text_config": raw}
+    config = getattr(transformers, name)(**raw)
     config._attn_implementation = "eager"
     torch.manual_seed(row.seed)
-    model = getattr(transformers, f"{row.family}ForCausalLM")(config).to(torch.float32).eval()
-    embed_gain = 0.1 if config.tie_word_embeddings else 1.0
+    model = getattr(transformers, f"{row.family}For{kind}")(config).to(torch.float32).eval()
+    embed_gain = 0.1 if config.get_text_config().tie_word_embeddings else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
@@ -142,7 +149,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
         row, directory = ROWS[name], tmp_path_factory.mktemp(name)
         model = make_hf(row)
         models.save(model, row, directory)
-        asked = models.prompts(model.config.vocab_size)
+        asked = models.prompts(model.config.get_text_config().vocab_size)
         return Checkpoint(directory, model, asked, [models.greedy(row, model, prompt) for prompt in asked])
 
     return make
