@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from checkpoints.errors import CheckpointError
 from checkpoints.hub import CONFIG_PATTERNS
 from checkpoints.loader import SOURCE_DTYPES
 from checkpoints.orbax_io import ORBAX_FOLDER, save_orbax_streamed
+from checkpoints.quantized.export import ExportReader
 from checkpoints.quantized.reader import quantized_in
 from checkpoints.quantized.settings import SECTIONS
 from checkpoints.reader import CheckpointReader
@@ -39,6 +40,7 @@ def convert(
     dtype: str | None = None,
     listings: Listings | None = None,
     files: Mapping[str, bytes] | None = None,
+    quantization: tuple[str, Collection[str]] | None = None,
 ) -> None:
     """Write a checkpoint in another format, with its configuration and tokenizer files.
 
@@ -55,10 +57,12 @@ def convert(
             quantized source does not allow.
         listings: forms in which the source may have the model's tensors, as for `open_checkpoint`.
         files: contents of the configuration and tokenizer files by name; None copies those of the source's directory.
+        quantization: how matrices are quantized, one of `on_load.METHODS`, and their names; they are written in the
+            format compressed-tensors. None: as they are.
 
     Raises:
         CheckpointError: unknown format or dtype, a destination that is not empty or cannot be written, a source that
-            cannot be read, or a quantized source without `dtype`.
+            cannot be read, a quantized source without `dtype` or with `quantization`, which only safetensors can have.
     """
     source, destination = Path(source), Path(destination)
     if format not in FORMATS:
@@ -76,10 +80,20 @@ def convert(
                 f"{source}: the weights are quantized with {quantized.format.name}; pass a dtype to write them in: "
                 "float32 (exactly what they stand for), bfloat16 or float16"
             )
+        own, section = reader, None
+        if quantization is not None:
+            if quantized is not None or format != "safetensors":
+                what = (
+                    f"{source} is quantized already" if quantized is not None else "only safetensors can be quantized"
+                )
+                raise CheckpointError(f"quantization={quantization[0]!r}: {what}")
+            own = ExportReader(reader, *quantization)
+            section = own.section()
         try:
             with _scratch_folder(destination) as scratch:
-                _write_files(source, _files_of(source) if files is None else files, scratch, dtype)
-                _write(reader, scratch, format, None if dtype is None else DTYPES[dtype])
+                _write_files(source, _files_of(source) if files is None else files, scratch, dtype, section)
+                plain = own.plain if isinstance(own, ExportReader) else set(own.tensors)
+                _write(own, scratch, format, None if dtype is None else DTYPES[dtype], plain)
                 scratch.rename(destination)
         except OSError as error:
             raise CheckpointError(f"{source} cannot be converted to {destination}: {error}") from error
@@ -98,8 +112,12 @@ def _scratch_folder(destination: Path) -> Iterator[Path]:
         raise
 
 
-def _write(reader: CheckpointReader, folder: Path, format: str, dtype: np.dtype | None) -> None:
-    infos = {name: TensorInfo(info.shape, _new_dtype(info.dtype, dtype)) for name, info in reader.tensors.items()}
+def _write(reader: CheckpointReader, folder: Path, format: str, dtype: np.dtype | None, plain: Collection[str]) -> None:
+    """Write tensors, those named by ``plain`` in a dtype."""
+    infos = {
+        name: TensorInfo(info.shape, _new_dtype(info.dtype, dtype) if name in plain else info.dtype)
+        for name, info in reader.tensors.items()
+    }
 
     def source(name: str) -> Callable[[], np.ndarray]:
         def read() -> np.ndarray:
@@ -145,24 +163,30 @@ def _files_of(source: Path) -> dict[str, bytes]:
     return {name: file.read_bytes() for name, file in found.items() if file.is_file() and not name.endswith(left)}
 
 
-def _write_files(source: Path, files: Mapping[str, bytes], folder: Path, dtype: str | None) -> None:
+def _write_files(
+    source: Path, files: Mapping[str, bytes], folder: Path, dtype: str | None, section: Mapping[str, Any] | None
+) -> None:
     for name, content in files.items():
-        if name == "config.json" and dtype is not None:
-            content = _with_dtype(source / name, content, dtype).encode()
+        if name == "config.json" and (dtype is not None or section is not None):
+            content = _with_dtype(source / name, content, dtype, section).encode()
         (folder / name).write_bytes(content)
 
 
-def _with_dtype(file: Path, content: bytes, dtype: str) -> str:
-    """Return the text of a config.json with `dtype` set, or `torch_dtype` where the file has it, and unquantized."""
+def _with_dtype(file: Path, content: bytes, dtype: str | None, own: Mapping[str, Any] | None) -> str:
+    """Return the text of a config.json with `dtype` set, or `torch_dtype` where the file has it, and quantized as `own`
+    says."""
     try:
         config: Any = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got a {type(config).__name__}")
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    if dtype is not None:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
     inner = config.get("text_config")
     for outer in (config, inner if isinstance(inner, dict) else {}):
         for section in SECTIONS:  # what is written is not quantized
             outer.pop(section, None)
+    if own is not None:
+        config["quantization_config"] = own
     return json.dumps(config, indent=2) + "\n"

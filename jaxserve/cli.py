@@ -131,6 +131,12 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the written weights (default: unchanged)"
     )
+    parser.add_argument(
+        "--quantization",
+        metavar="METHOD",
+        help="quantize the layers' matrices of a float checkpoint and write them as compressed-tensors: int8_w8a8, "
+        "int8_per_channel_weight_only, int4_group, fp8_per_tensor, fp8_per_channel or fp8_per_block",
+    )
     _add_common(parser, _convert)
 
 
@@ -236,7 +242,15 @@ def _as_json(output: RequestOutput) -> str:
 
 def _convert(options: argparse.Namespace) -> None:
     from checkpoints import convert, is_gguf
-    from jaxserve.models.loading import find_model_directory, has_openai_config, known_listings, read_model_fields
+    from jaxserve.models.loading import (
+        find_model_directory,
+        has_openai_config,
+        known_listings,
+        read_model_config,
+        read_model_fields,
+    )
+    from jaxserve.models.output_head import choose_head
+    from jaxserve.models.stored_forms import quantizable
     from jaxserve.text.gguf_tokenizer import gguf_tokenizer_files
 
     source = find_model_directory(options.source)
@@ -244,7 +258,10 @@ def _convert(options: argparse.Namespace) -> None:
     if is_gguf(source) or has_openai_config(source):
         config = json.dumps(read_model_fields(source)[0], indent=2).encode()
         files = {"config.json": config, **(gguf_tokenizer_files(source) if is_gguf(source) else {})}
-    convert(source, options.destination, options.format, options.dtype, known_listings(source), files)
+    quantization = None
+    if options.quantization is not None:
+        quantization = options.quantization, quantizable(choose_head(read_model_config(source), source), source)
+    convert(source, options.destination, options.format, options.dtype, known_listings(source), files, quantization)
 
 
 def _evaluate(options: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, UInt8
 
 FLOATS = ("float8_e4m3fn", "float8_e5m2")
 VALUES = ("uint4", "int8", "uint8", *FLOATS)
+ROUNDED = ("row", "group")  # activations that are 8-bit integers
 
 
 class Form(NamedTuple):
@@ -38,8 +39,8 @@ class Form(NamedTuple):
         factors: Type of the factors that scales, and biases if there are any, are multiplied by; None: there are none.
         factor_group: Features that share factors, a multiple of ``group``; 0: all of a row.
         table: Value of each of the 16 codes of uint4; None: the codes are the values.
-        activations: How rows of activations are rounded to 8 bits: "row" with a scale for each row, "group" with one
-            for each group of it; None: they are not.
+        activations: How rows of activations are rounded: to 8 bits, "row" with a scale for each row, "group" with one
+            for each group of it; "bfloat16" where the processor multiplies that (AMX), else not; None: they are not.
     """
 
     values: str

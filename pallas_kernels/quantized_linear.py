@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels.linear import ACTIVATIONS, Fused, Norm
 from pallas_kernels.operation import Comparison, Cost, Tolerance, compare_rows, in_pieces
-from pallas_kernels.quantized import Form, decode, random_records, rounded_rows
+from pallas_kernels.quantized import ROUNDED, Form, decode, random_records, rounded_rows
 
 
 @runtime_checkable
@@ -136,7 +136,7 @@ class Case(NamedTuple):
 _PIECE = 128  # columns of a result that are compared together
 _EPS = 1e-5
 IS_IN_PLACE = False
-CASES: Mapping[str, Case] = {
+CASES: dict[str, Case] = {
     **{f"{name}_rows_5": Case(5, form) for name, form in FORMS.items()},
     **{f"{name}_row": Case(1, form, num_in=512, num_out=33) for name, form in FORMS.items()},
     **{
@@ -156,6 +156,12 @@ CASES: Mapping[str, Case] = {
     "w8a8_padded": Case(64, W8A8, num_padding=50, has_norm=True),
     "awq_many_rows": Case(300, AWQ, num_in=640, num_out=200),
     "w8a8_many_rows": Case(300, W8A8, num_in=576, num_out=200),
+}
+CASES |= {
+    f"{name}_bf16": case._replace(form=case.form._replace(activations="bfloat16"))
+    for name, case in CASES.items()
+    if name.endswith(("_rows_5", "_row", "_rows_33")) or name.startswith(("awq_", "cut_group", "q8_0_res"))
+    if case.form.activations is None
 }
 DEVICE_CASES = CASES
 _LAYERS = {"smollm_qkv": (576, 960), "smollm_gate_up": (576, 3072), "smollm_down": (1536, 576), "wide": (2048, 8192)}
@@ -238,7 +244,7 @@ def expected(case: Case, inputs: Inputs) -> Float[Array, "T results"]:
 
 def rounded(x: Float[Array, "T inner"], form: Form) -> Float[Array, "T inner"]:
     """Return rows of activations as a form's matmul reads them."""
-    if form.activations is None:
+    if form.activations not in ROUNDED:
         return x
     return rounded_rows(x, x.shape[1] if form.activations == "row" else form.shared(x.shape[1]))
 
@@ -253,8 +259,9 @@ def compare(
 
 
 def tolerance(case: Case) -> Tolerance:
-    """Allow for the order of sums, and after a norm for an activation between two integers."""
+    """Allow for the order of sums, after a norm for an activation between two integers, and for bfloat16."""
     share = 2e-3 if case.form.activations and case.has_norm else 2e-5
+    share = 1e-2 if case.form.activations == "bfloat16" else share
     return Tolerance(share, floor=0.1 * _PIECE**0.5)  # elements are about 1; the last piece may have few
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from pallas_kernels.linear import Fused
 from pallas_kernels.linear_native import ACTIVATION_CODES, aligned, num_panels
 from pallas_kernels.native_library import library, target, unavailable
-from pallas_kernels.quantized import FLOATS, VALUES, Form
+from pallas_kernels.quantized import FLOATS, ROUNDED, VALUES, Form
 
 _VALUES = {"int8": 1, "uint8": 2, "uint4": 3, "float8_e4m3fn": 4, "float8_e5m2": 5}
 _NUMBERS = {
@@ -25,7 +25,7 @@ _NUMBERS = {
     **{"float32": 1, "float16": 2, "bfloat16": 3, "float8_e8m0fnu": 4, "float8_e4m3fn": 5, "float8_e5m2": 6},
     **{"uint8": 7, "int8": 8},
 }
-_ACTIVATIONS = {None: 0, "row": 1, "group": 2}
+_ACTIVATIONS = {None: 0, "bfloat16": 1, "row": 2, "group": 3}
 _PLAIN = tuple(float(code) for code in range(16))
 _MOST_SUMMED = 66_000  # features whose products of 8 bits an int32 holds
 
@@ -45,18 +45,18 @@ def _unsupported_form(form: Form) -> str | None:
     unknown = [kind for kind in numbers if kind not in _NUMBERS]
     if unknown:
         return f"scales, zeros, biases and factors must be {', '.join(filter(None, _NUMBERS))}, not {unknown[0]}"
-    if form.activations is not None and form.values in FLOATS:
+    if form.activations in ROUNDED and form.values in FLOATS:
         return f"activations that are rounded to int8 need integer codes, not {form.values}"
-    if form.activations is not None and form.table not in (None, _PLAIN):
+    if form.activations in ROUNDED and form.table not in (None, _PLAIN):
         return "activations that are rounded to int8 need codes that are the values, not a table"
-    if form.values == "uint4" and form.activations is not None and not 0 <= form.zero < 16:
+    if form.values == "uint4" and form.activations in ROUNDED and not 0 <= form.zero < 16:
         return f"the zero of uint4 codes must be 0 to 15, not {form.zero}"
     return None
 
 
 def packed_shape(outer: int, inner: int, form: Form, is_gated: bool = False) -> tuple[int, ...]:
     """Return the shape of a packed weight; see ``quantized_linear.QuantizedLinear``."""
-    if form.activations is not None and form.shared(inner) > _MOST_SUMMED:
+    if form.activations in ROUNDED and form.shared(inner) > _MOST_SUMMED:
         raise ValueError(f"{inner} features have too many in a group for sums in int32; at most {_MOST_SUMMED} can")
     block_bytes = _pack(None, None, outer, inner, form, is_gated, is_inverse=False)
     return num_panels(outer, is_gated), inner // _block(form, inner), block_bytes

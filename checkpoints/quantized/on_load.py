@@ -120,6 +120,12 @@ class OnLoadReader(BaseReader):
             planes = Planes(codes[:, columns], scales, columns=groups[columns])
             matrix[...] = _upright(made.kept.records).pack(planes, made.kept.span)
 
+    def codes_and_scales(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return a matrix's codes, [rows, columns], and its scales in float32, [rows, groups]."""
+        rows = slice(0, self.inner.tensors[name].shape[0])
+        codes, scales, _ = self._quantized(name, (), rows, self._rows(name, (), rows))
+        return codes, scales
+
     def close(self) -> None:
         """Close the checkpoint."""
         self.inner.close()

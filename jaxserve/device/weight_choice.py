@@ -42,6 +42,8 @@ def with_forms(policy: DtypePolicy, config: EngineConfig, device: Device, forms:
     reasons = ["there is none"]
     if policy.linear == "native" and "native" in kernels:
         native = load("quantized_linear", "native")
+        if forms.activations is None and policy.weights == "bfloat16":  # as for weights in bfloat16
+            forms = forms.with_activations("bfloat16")
         reasons = forms.unsupported(native, device.platform, device.device_kind)
         if not reasons:
             logger.info("Quantized weights (%s) stay as they are: native kernels", forms)

@@ -42,6 +42,10 @@ class WeightForms:
         own, others = ((each.activations, each.method, each._records) for each in (self, other))
         return own == others
 
+    def with_activations(self, activations: str | None) -> "WeightForms":
+        """Return the same weights, multiplied with other rounding where the format does not say it."""
+        return WeightForms(self._records, activations, self.method)
+
     def __getitem__(self, name: str) -> Records:
         return self._records[name]
 

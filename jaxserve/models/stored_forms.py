@@ -49,6 +49,24 @@ def read_forms(
         return DECODED
 
 
+def quantizable(config: ModelConfig, directory: Path) -> list[str]:
+    """Return the names in a checkpoint of the matrices that can be quantized while they are loaded.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(jax.devices()[0]))
+    with open_checkpoint(directory, lambda: model.listings) as reader:
+        named = model.recipes_for(reader.tensors)
+    chosen = _made(model, next(iter(METHODS.values())))
+    return [
+        own
+        for path, param in model.logical.items()
+        for (name, _), (own, _) in zip(param.recipe.sources, named[path].sources, strict=True)
+        if name in chosen
+    ]
+
+
 def _made(model: AbstractModel, method: Method) -> dict[str, Records]:
     """Return what the matrices of a model's layers are quantized to; routers and gates, embedding and head stay."""
     found: dict[str, Records] = {}

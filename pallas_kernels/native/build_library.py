@@ -29,7 +29,7 @@ OBJECTS = (
         )
         for isa, flags in (("avx512", AVX512), ("avx2", AVX2))
     }
-    | {f"{name}_amx": (f"{name}_amx.c", AMX) for name in ("attention", "linear", "rounded")}
+    | {f"{name}_amx": (f"{name}_amx.c", AMX) for name in ("attention", "linear", "quantized", "rounded")}
     | {"linear_avx512bf16": ("linear.c", AVX512BF16), "rounded_avx512vnni": ("rounded.c", AVX512VNNI)}
     | {
         name: (f"{name}.c", ())

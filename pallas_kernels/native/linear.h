@@ -40,5 +40,5 @@ typedef struct {
 } LinearKernels;
 
 extern const LinearKernels amx_linear, avx512bf16_linear, avx512_linear, avx2_linear;
-extern const LinearKernels avx512_quantized, avx2_quantized;  // rows that are not rounded
+extern const LinearKernels amx_quantized, avx512_quantized, avx2_quantized;  // rows that are not rounded
 extern const LinearKernels amx_rounded, avx512vnni_rounded, avx512_rounded, avx2_rounded;

@@ -116,7 +116,9 @@ static const LinearKernels *choose_rounded(int64_t rows_each) {
 // The choice follows the number of rows only where all give the same bits.
 static const LinearKernels *choose(const Linear *l, int64_t rows_each) {
   const int isa = instructions_in_use(), is_bf16 = l->is_bf16;
-  if (l->quantized && l->quantized->form.activations) return choose_rounded(rows_each);
+  if (l->quantized && l->quantized->form.activations >= ROUNDED_ROWS) return choose_rounded(rows_each);
+  if (l->quantized && l->quantized->form.activations == BF16_ROWS && l->quantized->is_exact_in_bf16 && isa >= HAS_AMX)
+    return &amx_quantized;
   if (l->quantized) return isa < HAS_AVX512 ? &avx2_quantized : &avx512_quantized;
   if (isa < HAS_AVX512) return &avx2_linear;
   if (isa < HAS_AVX512BF16 || !is_bf16) return &avx512_linear;

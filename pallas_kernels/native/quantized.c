@@ -99,27 +99,22 @@ INLINE void add_codes(const int rows, const int panels, const int values, const 
   }
 }
 
-// Adds a group's sums to those of the groups before.
-INLINE void add_group(const int rows, const int panels, const Linear *l, const Span *span, int64_t group,
-                      const Vec sum[ROWS][PANELS_AT_ONCE * VECTORS]) {
+// Adds a group's sums, which lie where those of a part do, to those of the groups before.
+static void add_group(int rows, int panels, const Linear *l, const Span *span, int64_t group) {
   const Quantized *q = l->quantized;
   const int step = VECTORS * LANES == PANEL ? LANES : span->step;
   const float *sums = (const float *)span->rows + l->padded_in * rows + group * rows;
-  // Codes of a byte were the highest one of an integer.
-  const float power = q->form.values == CODES_E4M3 ? E4M3_POWER : q->form.values <= CODES_UINT8 ? 0x1p-24f : 1;
-#pragma GCC unroll 3
   for (int p = 0; p < panels; p++) {
     const char *panel = span->panel + p * panel_bytes(q), *at = group_of(q, panel, group), *block = block_of(q, panel, group);
-#pragma GCC unroll 2
     for (int j = 0; j < VECTORS; j++) {
       const GroupNumbers numbers = numbers_of(q, block, at, span->lane + j * step);
-      const Vec scale = vec_mul(numbers.scale, vec_set(power));
-      const Vec added = q->has_offset ? vec_sub(numbers.bias, vec_mul(numbers.scale, numbers.zero)) : numbers.bias;
-#pragma GCC unroll 12
+      const Vec scale = vec_mul(numbers.scale, vec_set(code_power(q)));
+      const Vec added = row_factor(q, &numbers);
       for (int r = 0; r < rows; r++) {
-        float *at_total = span->totals + p * span->partial_panel + r * PANEL + j * step;
+        const int64_t place = p * span->partial_panel + r * PANEL + j * step;
+        float *at_total = span->totals + place;
         Vec total = group ? vec_load(at_total) : vec_zero();
-        total = vec_fma(sum[r][p * VECTORS + j], scale, total);
+        total = vec_fma(vec_load(span->partial + place), scale, total);
         if (q->has_offset || q->form.biases) total = vec_fma(added, vec_set(sums[r]), total);
         vec_store(at_total, total);
       }
@@ -145,15 +140,12 @@ INLINE void multiply_tile(const int rows, const int panels, const int values, co
     const char *codes = group_of(q, span->panel, group) + (k - first) * PANEL * code_bits / 8;
     add_codes(rows, panels, values, q, span, codes, x + k * rows, stop - k, sum);
     k = stop;
-    if (stop == last) {
-      add_group(rows, panels, l, span, group, sum);
-      continue;
-    }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 6
       for (int j = 0; j < vectors; j++)
         vec_store(span->partial + j / VECTORS * span->partial_panel + r * PANEL + j % VECTORS * step, sum[r][j]);
+    if (stop == last) add_group(rows, panels, l, span, group);
   }
 }
 

@@ -11,7 +11,8 @@
 #include <stdint.h>
 
 enum { CODES_INT8 = 1, CODES_UINT8, CODES_UINT4, CODES_E4M3, CODES_E5M2 };
-enum { FLOAT_ROWS = 0, ROUNDED_ROWS, ROUNDED_GROUPS };  // activations as they are, or int8 with a scale for each
+// Activations as they are, or in bfloat16 where tiles multiply that, or int8 with a scale for each.
+enum { FLOAT_ROWS = 0, BF16_ROWS, ROUNDED_ROWS, ROUNDED_GROUPS };
 enum { NO_NUMBERS = 0, NUMBERS_F32, NUMBERS_F16, NUMBERS_BF16, NUMBERS_E8M0, NUMBERS_E4M3, NUMBERS_E5M2, NUMBERS_U8,
        NUMBERS_S8 };
 
@@ -32,6 +33,7 @@ typedef struct {
   int has_offset;
   int center;       // subtracted from codes before they are multiplied with rounded rows
   float table[16];  // of codes of half a byte: what kernels multiply with rows that are not rounded
+  int is_exact_in_bf16;  // all that codes stand for
 } Quantized;
 
 static inline int64_t number_bytes(int32_t kind) {

@@ -19,7 +19,8 @@ int describe(Quantized *q, const Form *form, int64_t num_in, const float *table)
   if (!f.factors && f.factor_group != f.group) return 0;
   if (!f.scales || !is_number(f.scales) || !is_number(f.zeros) || !is_number(f.biases) || !is_number(f.factors)) return 0;
   if (f.activations < FLOAT_ROWS || f.activations > ROUNDED_GROUPS) return 0;
-  if (f.activations && f.values > CODES_UINT4) return 0;
+  const int is_rounded = f.activations >= ROUNDED_ROWS;
+  if (is_rounded && f.values > CODES_UINT4) return 0;
   *q = (Quantized){.form = f, .num_in = num_in, .num_groups = num_in / f.group};
   const int64_t unit = code_unit(form);
   q->padded_group = (f.group + unit - 1) / unit * unit;
@@ -37,15 +38,21 @@ int describe(Quantized *q, const Form *form, int64_t num_in, const float *table)
   if (f.values == CODES_UINT4) {
     q->center = f.zeros && is_plain ? 8 : f.zero;
     q->offset = (float)(f.zero - q->center);
-  } else if (f.activations) {
+  } else if (is_rounded) {
     q->center = f.values == CODES_INT8 ? 128 + f.zero : f.zeros ? 128 : f.zero;
     q->offset = f.values == CODES_INT8 ? 0 : (float)(f.zero - q->center);
   } else {
     q->offset = (float)(f.values == CODES_UINT8 ? f.zero - 128 : f.zero);
   }
   q->has_offset = f.zeros != NO_NUMBERS || q->offset != 0;
-  for (int i = 0; i < 16; i++) q->table[i] = table[i] - (float)q->center;
-  return !(f.values == CODES_UINT4 && f.activations && (!is_plain || f.zero < 0 || f.zero > 15));
+  q->is_exact_in_bf16 = 1;
+  for (int i = 0; i < 16; i++) {
+    uint32_t bits;
+    q->table[i] = table[i] - (float)q->center;
+    memcpy(&bits, q->table + i, sizeof bits);
+    q->is_exact_in_bf16 &= !(bits & 0xffff);
+  }
+  return !(f.values == CODES_UINT4 && is_rounded && (!is_plain || f.zero < 0 || f.zero > 15));
 }
 
 typedef struct {

@@ -138,6 +138,26 @@ INLINE GroupNumbers numbers_of(const Quantized *q, const char *block, const char
   return found;
 }
 
+// What the numbers of a group consist of, so that loops are compiled for each: bits of a number below 8.
+typedef struct {
+  int has_offset, has_biases, has_scales;  // of groups of rounded rows
+} Parts;
+INLINE int number_of_parts(const Quantized *q) {
+  return q->has_offset | (q->form.biases != NO_NUMBERS) << 1 | (q->form.activations == ROUNDED_GROUPS) << 2;
+}
+INLINE Parts parts_of(int number) { return (Parts){number & 1, number >> 1 & 1, number >> 2 & 1}; }
+
+// What kernels' numbers are multiplied by to get those of rows that are not rounded: codes of a byte are the highest one of
+// an integer.
+INLINE float code_power(const Quantized *q) {
+  return q->form.values == CODES_E4M3 ? E4M3_POWER : q->form.values <= CODES_UINT8 ? 0x1p-24f : 1;
+}
+
+// What is added for a group of such rows, for each 1 of their sum.
+INLINE Vec row_factor(const Quantized *q, const GroupNumbers *numbers) {
+  return q->has_offset ? vec_sub(numbers->bias, vec_mul(numbers->scale, numbers->zero)) : numbers->bias;
+}
+
 // Products of one or several panels with a block's rows, over some features.
 typedef struct {
   const char *panel;    // the first

@@ -61,7 +61,9 @@ static void prepare(const Linear *l, int64_t block, float *scratch) {
 // Adds products of quads of codes with those of a row.
 INLINE Ints add_quads(Ints sum, Ints codes, const int32_t *quad) {
 #ifdef __AVX512VNNI__
-  return _mm512_dpbusd_epi32(sum, codes, ints_set(*quad));
+  // Of the intrinsic gcc 12 makes copies of the sum.
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(ints_set(*quad)));
+  return sum;
 #else
   const Ints low = ints_set(0x00ff00ff);
   sum = ints_add_pairs(ints_and(codes, low), ints_set(quad[0]), sum);
@@ -98,24 +100,23 @@ INLINE void add_codes(const int rows, const int panels, const int is_half, const
   }
 }
 
-// Adds a group's sums to those of the groups before.
-INLINE void add_group(const int rows, const int panels, const Linear *l, const Span *span, int64_t group,
-                      const Ints sum[ROWS][PANELS_AT_ONCE * VECTORS]) {
+// Adds a group's sums, which lie where those of a part do, to those of the groups before.
+static void add_group(int rows, int panels, const Linear *l, const Span *span, int64_t group) {
   const Quantized *q = l->quantized;
   const int step = VECTORS * LANES == PANEL ? LANES : span->step;
   const float *numbers = numbers_in(l, span->rows, rows) + group * GROUP_NUMBERS * rows;
-#pragma GCC unroll 3
+  const Parts parts = parts_of(number_of_parts(q));
   for (int p = 0; p < panels; p++) {
     const char *panel = span->panel + p * panel_bytes(q), *at = group_of(q, panel, group), *block = block_of(q, panel, group);
-#pragma GCC unroll 2
     for (int j = 0; j < VECTORS; j++) {
       const GroupNumbers of_group = numbers_of(q, block, at, span->lane + j * step);
       for (int r = 0; r < rows; r++) {
-        float *total = span->totals + p * span->partial_panel + r * PANEL + j * step;
+        const int64_t place = p * span->partial_panel + r * PANEL + j * step;
+        float *total = span->totals + place;
         int32_t center_sum;
         memcpy(&center_sum, numbers + CENTER_SUM * rows + r, sizeof center_sum);
-        const Ints products = ints_sub(sum[r][p * VECTORS + j], ints_set(center_sum));
-        vec_store(total, add_rounded(q, &of_group, products, numbers + r, rows, group ? vec_load(total) : vec_zero()));
+        const Ints products = ints_sub(ints_load((const char *)(span->partial + place)), ints_set(center_sum));
+        vec_store(total, add_rounded(parts, &of_group, products, numbers + r, rows, group ? vec_load(total) : vec_zero()));
       }
     }
   }
@@ -141,15 +142,12 @@ INLINE void multiply_tile(const int rows, const int panels, const int is_half, c
     const char *codes = group_of(q, span->panel, group) + (k - first) / unit * STEP_BYTES;
     add_codes(rows, panels, is_half, q, span, codes, x + k / 4 * rows * QUAD_WORDS, (stop - k) / unit, sum);
     k = stop;
-    if (stop == last) {
-      add_group(rows, panels, l, span, group, sum);
-      continue;
-    }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 6
       for (int j = 0; j < vectors; j++)
         ints_store(partial + j / VECTORS * span->partial_panel + r * PANEL + j % VECTORS * step, sum[r][j]);
+    if (stop == last) add_group(rows, panels, l, span, group);
   }
 }
 

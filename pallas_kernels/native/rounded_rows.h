@@ -82,12 +82,12 @@ INLINE RoundedRow round_row(const Linear *l, int64_t row, float *scratch, float 
   return found;
 }
 
-// What is added for a group of a row: of `total` for a vector of outputs, whose products with the codes are `sum`.
-INLINE Vec add_rounded(const Quantized *q, const GroupNumbers *of_group, Ints sum, const float *of_row, int64_t stride,
+// What a group of a row adds: of `total` for a vector of outputs, whose products with the codes are `sum`.
+INLINE Vec add_rounded(const Parts parts, const GroupNumbers *of_group, Ints sum, const float *of_row, int64_t stride,
                        Vec total) {
   Vec value = vec_from_ints(sum);
-  if (q->has_offset) value = vec_sub(value, vec_mul(of_group->zero, vec_set(of_row[ROW_SUM * stride])));
-  if (q->form.activations == ROUNDED_GROUPS) value = vec_mul(value, vec_set(of_row[ROW_SCALE * stride]));
+  if (parts.has_offset) value = vec_sub(value, vec_mul(of_group->zero, vec_set(of_row[ROW_SUM * stride])));
+  if (parts.has_scales) value = vec_mul(value, vec_set(of_row[ROW_SCALE * stride]));
   total = vec_fma(value, of_group->scale, total);
-  return q->form.biases ? vec_fma(of_group->bias, vec_set(of_row[SCALED_SUM * stride]), total) : total;
+  return parts.has_biases ? vec_fma(of_group->bias, vec_set(of_row[SCALED_SUM * stride]), total) : total;
 }

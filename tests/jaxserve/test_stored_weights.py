@@ -1,5 +1,6 @@
 """Quantized weights that stay as they are in the file: what the engine computes with them, moves and plans."""
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file
 from checkpoints.quantized.on_load import METHODS, SHORT_NAMES
 from jaxserve import LLM, SamplingParams
 from jaxserve.api.errors import ConfigError
+from jaxserve.cli import main
 from jaxserve.device.build import load_params
 from jaxserve.reshard.resident_weights import check_same_parameters, move_weights
 from pallas_kernels.native_library import unavailable
@@ -30,6 +32,14 @@ COMMON: dict[str, Any] = {
 PROMPTS = [[1, 2, 3], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11, 12, 13, 14, 15, 16, 17, 18]]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
 NOT_KEPT = ("gptq act-order", "gptq act-order, 3 bits", "nf4, blocks across rows")
+
+IN_GATE = (
+    "compressed-tensors int8",
+    "compressed-tensors 3 bits with zeros",
+    "fp8 blocks, ragged",
+    "nf4 double",
+    "mlx 6 bits",
+)
 
 
 def generated(llm: LLM) -> list[Any]:
@@ -57,12 +67,17 @@ def compared(folder: Path, model: dict[str, Any], case: str, **settings: Any) ->
     check_same(outputs[1], outputs[0])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in NOT_KEPT])
+def marked(names: Iterable[str], in_gate: Collection[str]) -> list[Any]:
+    """Names as parameters, slow but for those that the gate runs."""
+    return [pytest.param(name, marks=[] if name in in_gate else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("case", marked([case for case in CASES if case not in NOT_KEPT], IN_GATE))
 def test_stored_weights_compute_what_decoded_ones_do(case: str, tmp_path: Path) -> None:
     compared(tmp_path, {**DENSE, "num_hidden_layers": 1}, case, tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize("case", ["compressed-tensors int8", "gptq 4 bits"])
+@pytest.mark.parametrize("case", marked(["compressed-tensors int8", "gptq 4 bits"], ("gptq 4 bits",)))
 @pytest.mark.parametrize("model", ["tied", "fused"])
 def test_tied_and_fused_weights(model: str, case: str, tmp_path: Path) -> None:
     compared(tmp_path, {"tied": QWEN, "fused": FUSED}[model], case, pipeline_parallel_size=2)
@@ -71,7 +86,7 @@ def test_tied_and_fused_weights(model: str, case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}]
 )
-@pytest.mark.parametrize("case", ["awq", "compressed-tensors int8 groups"])
+@pytest.mark.parametrize("case", marked(["awq", "compressed-tensors int8 groups"], ("awq",)))
 def test_experts(case: str, settings: dict[str, Any], tmp_path: Path) -> None:
     compared(tmp_path, EXPERTS, case, **settings)
 
@@ -130,7 +145,7 @@ def test_a_running_engine_moves(tmp_path: Path) -> None:
         check_same(generated(llm), outputs)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "fp8"])
+@pytest.mark.parametrize("method", marked([*METHODS, "fp8"], ("int8_w8a8", "int4_group", "fp8")))
 def test_float_weights_are_quantized_while_they_are_loaded(method: str, tmp_path: Path) -> None:
     """Logits are near those of the floats, and the same on two devices."""
     write_checkpoint(tmp_path, {**DENSE, "num_hidden_layers": 1}, seed=5)
@@ -146,6 +161,23 @@ def test_float_weights_are_quantized_while_they_are_loaded(method: str, tmp_path
     if method != "int4_group":  # which is coarse for a matrix of this size
         assert_near(one, floats, 1.0)
     assert any(a.logprobs != b.logprobs for a, b in zip(one, floats, strict=True))
+
+
+@pytest.mark.parametrize("method", marked(METHODS, ("int8_w8a8", "int4_group")))
+def test_what_is_written_quantized_is_what_loading_makes(method: str, tmp_path: Path) -> None:
+    """Answers are equal bit for bit, so that codes and scales are the same."""
+    source, destination = tmp_path / "source", tmp_path / "destination"
+    source.mkdir()
+    write_checkpoint(source, {**DENSE, "num_hidden_layers": 1, "intermediate_size": 64}, seed=5)
+    main(["convert", str(source), str(destination), "--format", "safetensors", "--quantization", method])
+    outputs = []
+    for directory, settings in ((source, {"quantization": method}), (destination, STORED)):
+        with LLM(str(directory), warm_up=False, **COMMON, **settings) as llm:
+            outputs.append(generated(llm))
+    for one, other in zip(*outputs, strict=True):
+        assert one.token_ids == other.token_ids and one.logprobs == other.logprobs
+    with pytest.raises(SystemExit):
+        main(["convert", str(destination), str(tmp_path / "x"), "--format", "safetensors", "--quantization", method])
 
 
 def assert_near(found: list[Any], expected: list[Any], most: float) -> None:

@@ -22,12 +22,15 @@ from pallas_kernels import (
     latent_attention_mosaic,
     latent_decode_mosaic,
     mosaic_support,
+    native_library,
     paged_attention,
     paged_attention_pages,
     prefill_attention_mosaic,
     prefill_attention_triton,
     qkv_write,
     qkv_write_triton,
+    quantized_linear,
+    quantized_linear_native,
     registry,
     truncation,
     truncation_triton,
@@ -40,6 +43,8 @@ from pallas_kernels.operation import Comparison
 from pallas_kernels.paged_attention_cases import Case as AttentionCase
 from pallas_kernels.paged_attention_pages import PagedKernels
 from pallas_kernels.qkv_write_triton import TritonQkvWriter
+from pallas_kernels.quantized import Form, parts_of, records_of
+from pallas_kernels.quantized_linear import AWQ, Q4_K, Q8_0
 from pallas_kernels.truncation_triton import TritonTruncation
 
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -646,3 +651,53 @@ def test_tile_dropped_from_a_long_context_is_noticed(context):
     assert not comparison.is_right and comparison.place.startswith("attention[0,"), comparison
     share_of_largest = float(jnp.abs(broken - expected).max() / jnp.abs(expected).max())
     assert (share_of_largest <= 2e-2) == (context > 512), share_of_largest
+
+
+# ---------------------------------------------------------------- quantized weights: faults of what is packed
+
+
+def changed_records(change: Callable[[np.ndarray, Form], np.ndarray]) -> Callable[[np.ndarray, Form], np.ndarray]:
+    """Return a fault that packs other records than those of the weight."""
+    return lambda records, form: change(np.array(records), form)
+
+
+def changed_field(field: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray, Form], np.ndarray]:
+    """Return a fault of one number of each group, [outputs, records]."""
+
+    def make(records, form):
+        parts = parts_of(records, form)
+        return records_of({**parts, field: change(parts[field])}, form)
+
+    return changed_records(make)
+
+
+def swapped_halves(records, form):
+    parts = parts_of(records, form)
+    return records_of({**parts, "codes": parts["codes"] >> 4 | parts["codes"] << 4}, form)
+
+
+QUANTIZED_FAULTS = {
+    "swapped_nibbles": (AWQ, changed_records(swapped_halves)),
+    "scale_of_the_next_output": (AWQ, changed_field("scale", lambda scales: np.roll(scales, 1, axis=0))),
+    "scale_of_the_next_group": (Q8_0, changed_field("scale", lambda scales: np.roll(scales, 1, axis=1))),
+    "zero_point_off_by_one": (AWQ, changed_field("zero", lambda zeros: zeros + 1)),
+    "factor_of_the_next_block": (Q4_K, changed_field("scale_factor", lambda factors: np.roll(factors, 8, axis=1))),
+}
+
+
+@pytest.mark.skipif(
+    native_library.unavailable() is not None, reason=f"needs native kernels: {native_library.unavailable()}"
+)
+@pytest.mark.parametrize("activations", [None, "group"])
+@pytest.mark.parametrize("fault", QUANTIZED_FAULTS)
+def test_broken_quantized_weights_are_noticed(fault, activations):
+    form, change = QUANTIZED_FAULTS[fault]
+    case = quantized_linear.Case(3, form._replace(activations=activations), num_in=512, num_out=64)
+    inputs = quantized_linear.make_inputs(case, KEY)
+    expected = quantized_linear.expected(case, inputs)
+    found = {}
+    for name, records in {"right": inputs.weight, "broken": change(np.asarray(inputs.weight), form)}.items():
+        packed = jnp.asarray(quantized_linear_native.pack(np.asarray(records), case.form))
+        result = quantized_linear.run(quantized_linear_native, case, inputs._replace(weight=packed))
+        found[name] = quantized_linear.compare(case, inputs, result, expected)
+    assert found["right"].is_right and not found["broken"].is_right, found

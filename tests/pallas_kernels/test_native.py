@@ -540,17 +540,10 @@ CHILD = textwrap.dedent("""
     import jax
     from pallas_kernels import linear, linear_native, native_library, paged_attention as op, qkv_write, truncation
     from pallas_kernels import paged_attention_native as native, qkv_write_native, truncation_native
-<<<<<<< HEAD
-    from pallas_kernels import delta_net, delta_net_native, mamba2, mamba2_native
-    from pallas_kernels import short_convolution, short_convolution_native
-    from pallas_kernels import grouped_matmul, grouped_matmul_native, quantized_linear, quantized_linear_native
-    from pallas_kernels import quantized_grouped_matmul, quantized_grouped_matmul_native
-=======
     from pallas_kernels import grouped_matmul, grouped_matmul_native, quantized_linear, quantized_linear_native
     from pallas_kernels import quantized_grouped_matmul, quantized_grouped_matmul_native
     from pallas_kernels import delta_net, delta_net_native, mamba2, mamba2_native
     from pallas_kernels import short_convolution, short_convolution_native
->>>>>>> main
     wanted, *path = sys.argv[1:]
     if path:
         native_library.PATH = Path(path[0])
@@ -567,17 +560,10 @@ CHILD = textwrap.dedent("""
         worst[name] = op.compare(case, inputs, found, op.expected(case, inputs)).worst
     others = {"linear": (linear, linear_native), "qkv_write": (qkv_write, qkv_write_native)}
     others["grouped_matmul"] = grouped_matmul, grouped_matmul_native
-<<<<<<< HEAD
-    others |= {"delta_net": (delta_net, delta_net_native), "mamba2": (mamba2, mamba2_native)}
-    others["short_convolution"] = short_convolution, short_convolution_native
-    others["quantized_linear"] = quantized_linear, quantized_linear_native
-    others["quantized_grouped_matmul"] = quantized_grouped_matmul, quantized_grouped_matmul_native
-=======
     others["quantized_linear"] = quantized_linear, quantized_linear_native
     others["quantized_grouped_matmul"] = quantized_grouped_matmul, quantized_grouped_matmul_native
     others |= {"delta_net": (delta_net, delta_net_native), "mamba2": (mamba2, mamba2_native)}
     others["short_convolution"] = short_convolution, short_convolution_native
->>>>>>> main
     for name, (other, module) in (others | {"truncation": (truncation, truncation_native)}).items():
         for case_name, case in other.CASES.items():
             if module.unsupported("cpu", "cpu", other.dtype(case), **other.sizes(case)) is not None:

@@ -156,7 +156,7 @@ CHILD = textwrap.dedent("""
     from pallas_kernels import native_library, quantized_linear as op, quantized_linear_native as native
     found = {}
     for name, case in op.CASES.items():
-        if name.split("_rows")[0] not in op.FORMS or not name.endswith(("_rows_5", "_rows_33", "_row")):
+        if name.split("_row")[0] not in op.FORMS or not name.endswith(("_rows_5", "_rows_33", "_row")):
             continue
         inputs = op.make_inputs(case, jax.random.key(1))
         got = np.asarray(op.run(native, case, op.prepare(native, case, inputs)))
