@@ -44,7 +44,7 @@ def packed_shape(outer: int, inner: int, dtype: str, is_gated: bool = False) -> 
 
 
 def num_panels(outer: int, is_gated: bool) -> int:
-    """Return the panels of a weight with so many outputs."""
+    """Return the number of panels of a weight with ``outer`` outputs."""
     return -(-outer // 2 // _GATES) if is_gated else -(-outer // _PANEL)
 
 

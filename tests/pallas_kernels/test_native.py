@@ -562,7 +562,7 @@ CHILD = textwrap.dedent("""
     others["quantized_grouped_matmul"] = quantized_grouped_matmul, quantized_grouped_matmul_native
     for name, (other, module) in (others | {"truncation": (truncation, truncation_native)}).items():
         for case_name, case in other.CASES.items():
-            if other.dtype(case) == "float16":
+            if other.dtype(case) == "float16" or name == "quantized_linear" and case.num_rows not in (1, 5, 33, 300):
                 continue
             inputs = other.make_inputs(case, jax.random.key(1))
             found = other.run(module, case, other.prepare(module, case, inputs))
@@ -578,7 +578,7 @@ def run_cases(*arguments: str, **environment: str) -> tuple[str, dict[str, float
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", **environment},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "runtime error" not in done.stderr, done.stderr[-3000:]
