@@ -36,7 +36,7 @@ def make_plan(
     masks: Iterable[SlotMask] = (),
 ) -> StepPlan:
     """A plan of these rows."""
-    plan = StepPlan(number, [*setups], [*grants], [*copies], [*masks])
+    plan = StepPlan(number, [*setups], [*grants], [*copies], masks=[*masks])
     for index, (slot, start, token_ids, num_samples, targets, pooling) in enumerate(rows):
         plan.add_row(slot, start, token_ids, num_samples)
         if targets is not None:

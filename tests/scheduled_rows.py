@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.layers.attention import AttentionSettings
+from jaxserve.layers.kv_layout import attended
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.models.causal_lm import TokenBatch
@@ -143,7 +144,7 @@ def _make_config(fields: Mapping[str, Any]) -> ModelConfig:
 
 def _abstract_pools(program: ShardedModel) -> list[Any]:
     """Pools for each layer, so that all layers share one page table, whatever they see."""
-    return [program.abstract_pools(spec.pool) for spec in program.abstract_model.kv_specs]
+    return [program.abstract_pools(spec.pool) for spec in attended(program.abstract_model.kv_specs)]
 
 
 def _trace(program: ShardedModel, shape: Shape, row_tile: int | None) -> jax.stages.Traced:

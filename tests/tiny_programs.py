@@ -12,6 +12,7 @@ from jaxserve.device.runner import LocalRunner
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.stage import Stage
 from jaxserve.layers.attention import choose_attention
+from jaxserve.layers.kv_layout import attended
 from jaxserve.layers.model_config import ModelConfig, RopeConfig
 from jaxserve.layers.parallel import DtypePolicy, Scope
 from jaxserve.layers.routing import Routing
@@ -138,7 +139,7 @@ def make_program(
     """
     mesh = make_mesh(MeshShape(tensor=tensor, expert=expert))
     found = get_layout(layout).on(mesh)
-    operation = outline(config, Scope()).kv_specs[0].operation
+    operation = attended(outline(config, Scope()).kv_specs)[0].operation
     if operation == "latent_attention" or policy.linear == "native" or found.mesh_axis("tokens"):
         kernel = load(operation, "native" if policy.linear == "native" else "xla")
     else:

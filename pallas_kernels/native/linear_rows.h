@@ -41,7 +41,7 @@ INLINE Vec norm_factor(const Linear *l, const float *x) {
   return vec_set(1.0f / sqrtf(sum_of_squares(x, l->num_in) / (float)l->num_in + l->eps));
 }
 
-// A vector of a row as it is multiplied, from feature k on: the numbers that are left, and zeros after them.
+// A vector of a row as it is multiplied, from feature k on: `count` numbers, and zeros after them.
 INLINE Vec load_some_prepared(const Linear *l, const float *x, int64_t k, int64_t count, Vec factor) {
   if (count >= LANES) {
     const Vec value = vec_load(x + k);

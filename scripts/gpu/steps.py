@@ -16,6 +16,7 @@ from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import trace_step
 from jaxserve.layers.attention import choose_attention
+from jaxserve.layers.kv_layout import attended
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
 from jaxserve.models.abstract import outline
@@ -76,7 +77,7 @@ def step_program(
     policy = DtypePolicy.for_platform("bfloat16", "gpu")
     layout = get_layout("tensor_parallel").on(mesh)
     parallel = Parallel.on_mesh(layout, mesh)
-    sizes, *_ = attention_sizes(outline(config, Scope(parallel=parallel)).kv_specs, parallel, _PAGE_SIZE)
+    sizes, *_ = attention_sizes(attended(outline(config, Scope(parallel=parallel)).kv_specs), parallel, _PAGE_SIZE)
     kernel = choose_attention(_Device(*H200), policy.kv, backend, "paged_attention", **sizes).implementation
     sharded = ShardedModel(config, mesh, layout, policy, kernel, _PAGE_SIZE, num_pages=4096, num_slots=256)
     return sharded, Buckets.make(256, 8192, 512, multiple=2).shape_for(num_tokens, decode_only)

@@ -17,6 +17,7 @@ from jaxserve.device.head_states import HeadStates
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.step_batch import LatestTokens
 from jaxserve.layers.attention import AttentionSettings, choose_attention
+from jaxserve.layers.kv_layout import attended
 from jaxserve.models.causal_lm import CausalLM, TokenBatch
 from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.models.loading import load_model
@@ -218,8 +219,9 @@ def row_of(tokens: np.ndarray) -> TokenBatch:
 
 def pools_of(module: CausalLM | DraftHead) -> tuple[list[Any], AttentionSettings]:
     """Empty pools, and settings of attention."""
-    kernel = choose_attention(jax.devices()[0], "float32", "xla", module.kv_specs[0].operation, page_size=LONGEST)
-    specs = (kernel.implementation.pool_specs(1, LONGEST, spec.num_kv_heads, spec.head_dim) for spec in module.kv_specs)
+    seen = attended(module.kv_specs)
+    kernel = choose_attention(jax.devices()[0], "float32", "xla", seen[0].operation, page_size=LONGEST)
+    specs = (kernel.implementation.pool_specs(1, LONGEST, spec.num_kv_heads, spec.head_dim) for spec in seen)
     pools = [tuple(jnp.zeros(array.shape) for array in arrays) for arrays in specs]
     return pools, AttentionSettings(kernel.implementation, LONGEST, decode_only=False)
 

@@ -58,14 +58,14 @@ ROWS = {
         fast=(),
     ),
     "bamba": Row(family="Bamba", raw=MAMBA | {"attn_layer_indices": [1]}, fast=("tp4",)),
-    "falcon-h1": Row(family="FalconH1", raw=MAMBA | FALCON, fast=("tp2", "pp2")),
+    "falcon-h1": Row(family="FalconH1", raw=MAMBA | FALCON, fast=("tp2",)),
     "falcon-h1-plain": Row(
         family="FalconH1",
         raw=MAMBA | {"mamba_d_ssm": None, "mamba_proj_bias": True, "projectors_bias": True, "attention_bias": True},
         fast=(),
     ),
     "falcon-h1-gate-first": Row(family="FalconH1", raw=MAMBA | FALCON | {"mamba_norm_before_gate": False}, fast=()),
-    "nemotron-h": Row(family="NemotronH", raw=NEMOTRON | {"mlp_bias": True, "use_bias": True}, fast=("tp1", "tp4")),
+    "nemotron-h": Row(family="NemotronH", raw=NEMOTRON | {"mlp_bias": True, "use_bias": True}, fast=("tp4",)),
     "nemotron-h-moe": Row(
         family="NemotronH",
         raw=NEMOTRON
@@ -80,7 +80,7 @@ ROWS = {
         raw={"num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 20, "hidden_size": 48},
         fast=("tp2",),
     ),
-    "qwen3-5": Row(family="Qwen3_5", raw=DELTA, fast=("tp1", "tp4")),
+    "qwen3-5": Row(family="Qwen3_5", raw=DELTA, fast=("tp4",)),
     "qwen3-5-vision": Row(family="Qwen3_5", raw=DELTA | {"vision_config": VISION}, fast=("tp2",)),
     "qwen3-5-moe": Row(family="Qwen3_5Moe", raw=DELTA | QWEN_MOE, fast=("pp2",), num_experts=6),
     "qwen3-next": Row(
@@ -92,7 +92,7 @@ ROWS = {
         fast=("tp2",),
         num_experts=6,
     ),
-    "lfm2": Row(family="Lfm2", raw=LFM2 | {"conv_bias": True}, fast=("tp1", "tp2", "pp2")),
+    "lfm2": Row(family="Lfm2", raw=LFM2 | {"conv_bias": True}, fast=("tp2", "pp2")),
     "lfm2-tied": Row(
         family="Lfm2",
         raw=LFM2 | {"tie_word_embeddings": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
@@ -190,7 +190,9 @@ def test_greedy_tokens_equal_those_of_transformers(
     assert repeated.outputs[0].token_ids == made.expected[-1]
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if row.fast else [pytest.mark.slow]) for name, row in ROWS.items()]
+)
 def test_a_module_on_its_own_gives_the_logits_of_transformers(
     name: str, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
@@ -202,8 +204,8 @@ def test_a_module_on_its_own_gives_the_logits_of_transformers(
     np.testing.assert_allclose(np.asarray(model(tokens)), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["qwen3-5", "lfm2", "falcon-h1"])
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("name", ["qwen3-5", "lfm2", pytest.param("falcon-h1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_shared_prefix_is_not_computed_again(
     name: str, is_async: bool, checkpoint: Callable[[str], Checkpoint]
 ) -> None:

@@ -57,6 +57,7 @@ def test_layers_share_only_what_they_may(kinds: list[tuple[KVSpec, int | None]],
     if is_stacked:
         layout = layout.stacked(4)
     for spec, place in zip(specs, layout.layer_indices, strict=True):
+        assert place.table is not None and place.pool is not None
         assert layout.windows[place.table] == spec.window
         assert layout.pools[place.pool] == spec.pool
         assert place.first_page in range(0, 4 * layout.counts[place.pool], 4)

@@ -15,6 +15,7 @@ from jaxserve.layers.attention import Attention, AttentionInputs, AttentionSetti
 from jaxserve.layers.decoder import DecoderLayer
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.grouped_query_attention import GroupedQueryAttention
+from jaxserve.layers.kv_layout import attended
 from jaxserve.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxserve.layers.norm import RMSNorm, split_mean_squares
 from jaxserve.layers.parallel import DtypePolicy, Parallel, Scope
@@ -404,7 +405,7 @@ def test_stages_one_after_the_other_are_the_model(is_tied: bool) -> None:
     length = 11
     tokens, positions = jnp.arange(length) * 4, jnp.arange(length)
     pools: list[Pools] = []
-    for spec in model.kv_specs:
+    for spec in attended(model.kv_specs):
         keys, values = KERNEL.pool_specs(3, 8, spec.num_kv_heads, spec.head_dim)
         pools.append((jnp.zeros(keys.shape), jnp.zeros(values.shape)))
     settings = AttentionSettings(KERNEL, 8, decode_only=False)

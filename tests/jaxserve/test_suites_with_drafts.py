@@ -29,7 +29,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"mtp": ("stories", "trace"), "suffix": ("trace",), "draft_model": ("trace",)}
 )
 """Suites that do not suit a method: without the demo model, whose place another one takes with ``mtp``; and one that
-expects 20 preemptions, of which drafts save some where they are right often."""
+expects 20 preemptions and mostly decode rows, both of which drafts save where they are right often."""
 COUNT_STEPS = (
     "tests/jaxserve/test_engine_stories.py::test_streamed_text_adds_up_to_the_whole",
     "tests/jaxserve/test_engine_stories.py::test_metrics_count_tokens_and_requests",

@@ -30,8 +30,13 @@ ODD_FORMS = {
     "scales_of_e5m2": (Form("uint4", 16, 16, "float8_e5m2", zero=8, factors="bfloat16", factor_group=48), 96),
     "zero_of_uint8": (Form("uint8", 32, 0, zero=128, activations="row"), 224),
 }
-IN_THE_GATE = ("w8a8", "int8_channel", "awq", "q4_k_int8", "fp8_block")
-FORMS = {**{name: (form, 512) for name, form in op.FORMS.items()}, **ODD_FORMS}
+BF16 = {name: form._replace(activations="bfloat16") for name, form in op.FORMS.items() if form.activations is None}
+IN_THE_GATE = ("w8a8", "int8_channel", "awq", "q4_k_int8", "fp8_block", "awq_bf16")
+FORMS = {
+    **{name: (form, 512) for name, form in op.FORMS.items()},
+    **{f"{name}_bf16": (BF16[name], 512) for name in ("int8_channel", "awq", "nf4", "q6_k", "fp8_block")},
+    **ODD_FORMS,
+}
 
 
 @pytest.fixture
@@ -95,7 +100,7 @@ def test_matches_the_reference_in_odd_forms(name):
 def test_a_row_is_multiplied_alike_in_any_company(threads, name):
     """One kernel for few rows, blocks of several sizes, tiles, parts of the features, and any number of threads."""
     form, inner = FORMS[name]
-    inner = 8 * inner if name in ("w8a8", "int4_channel", "awq_int8") else inner
+    inner = 8 * inner if name in ("w8a8", "int4_channel", "awq_int8", "int8_channel_bf16") else inner
     x = jax.random.normal(jax.random.key(0), (100, inner))
     packed = jnp.asarray(quantized_linear_native.pack(random_weight(form, 200, inner), form))
 
@@ -161,7 +166,7 @@ CHILD = textwrap.dedent("""
         inputs = op.make_inputs(case, jax.random.key(1))
         got = np.asarray(op.run(native, case, op.prepare(native, case, inputs)))
         worst = op.compare(case, inputs, got, op.expected(case, inputs)).worst
-        found[name] = hashlib.sha256(got.tobytes()).hexdigest(), worst, case.form.activations is not None
+        found[name] = hashlib.sha256(got.tobytes()).hexdigest(), worst, case.form.activations in ("row", "group")
     print(json.dumps([native_library.instructions(), found]))
 """)
 

@@ -144,7 +144,7 @@ MARKED: list[tuple[str, str, Callable[[Path], Any], Any]] = [
     (
         "c.json",
         '{"a": 1}',
-        lambda path: json.loads(_with_dtype(path, path.read_bytes(), "float32")),
+        lambda path: json.loads(_with_dtype(path, path.read_bytes(), "float32", None)),
         {"a": 1, "dtype": "float32"},
     ),
     ("tokenizer_config.json", '{"bos_token": "s"}', bos, "s"),
