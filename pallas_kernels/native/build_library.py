@@ -1,6 +1,7 @@
 """Find a C compiler and build the library of native kernels, while the package is installed: imports nothing of it."""
 
 import importlib.util
+import os
 import platform
 import re
 import shlex
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,11 +101,15 @@ def build(compiler: Compiler, sources: Path, library: Path, flags: tuple[str, ..
     """
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        objects = []
-        for name, (source, instructions) in OBJECTS.items():
-            objects.append(f"{folder}/{name}.o")
-            command = [*compiler.command, *FLAGS, *flags, *instructions, "-c", str(sources / source), "-o", objects[-1]]
+        objects = {f"{folder}/{name}.o": each for name, each in OBJECTS.items()}
+
+        def compile_one(item: tuple[str, tuple[str, tuple[str, ...]]]) -> None:
+            made, (source, instructions) = item
+            command = [*compiler.command, *FLAGS, *flags, *instructions, "-c", str(sources / source), "-o", made]
             subprocess.run(command, check=True)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_one, objects.items()))
         linked = Path(folder) / LIBRARY
         link = [*compiler.command, "-shared", "-Wl,-s", *flags, *objects, "-o", str(linked), "-lpthread", "-lm"]
         subprocess.run(link, check=True)
