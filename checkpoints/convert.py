@@ -92,8 +92,7 @@ def convert(
         try:
             with _scratch_folder(destination) as scratch:
                 _write_files(source, _files_of(source) if files is None else files, scratch, dtype, section)
-                plain = own.plain if isinstance(own, ExportReader) else set(own.tensors)
-                _write(own, scratch, format, None if dtype is None else DTYPES[dtype], plain)
+                _write(own, scratch, format, None if dtype is None else DTYPES[dtype])
                 scratch.rename(destination)
         except OSError as error:
             raise CheckpointError(f"{source} cannot be converted to {destination}: {error}") from error
@@ -112,8 +111,8 @@ def _scratch_folder(destination: Path) -> Iterator[Path]:
         raise
 
 
-def _write(reader: CheckpointReader, folder: Path, format: str, dtype: np.dtype | None, plain: Collection[str]) -> None:
-    """Write tensors, those named by ``plain`` in a dtype."""
+def _write(reader: CheckpointReader, folder: Path, format: str, dtype: np.dtype | None) -> None:
+    plain = reader.plain if isinstance(reader, ExportReader) else set(reader.tensors)
     infos = {
         name: TensorInfo(info.shape, _new_dtype(info.dtype, dtype) if name in plain else info.dtype)
         for name, info in reader.tensors.items()

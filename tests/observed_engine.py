@@ -1,6 +1,7 @@
 """A front end over an engine that is none: what it does is written down beforehand, so that every number is known."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, cast
 
@@ -85,7 +86,7 @@ class FakeReplica:
 
         running, waiting, num_preemptions = (1, 2), (3,), 4
         limits, draft_counts = SchedulerLimits(2, 8), DraftCounts()
-        pages = type("Pages", (), {"num_queried_tokens": 30, "num_hit_tokens": 12})
+        pages = type("Pages", (), {"num_queried_tokens": 30, "num_hit_tokens": 12, "misses": Counter()})
         allocator = type("Allocator", (), {"usage": 0.25})
 
     schedulers, num_steps, num_decode_rows = (Scheduler,), 7, 9

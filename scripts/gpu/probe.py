@@ -23,6 +23,8 @@ CASES = {
     "int4_matmul": "rows_1",
     "grouped_matmul": "one_row",
     "linear": "rows_1_bf16",
+    "quantized_linear": "w8a8_row",
+    "quantized_grouped_matmul": "one_row",
     "argmax": "one_row",
     "delta_net": "wide_bf16",
     "mamba2": "wide_bf16",

@@ -17,8 +17,11 @@ FIELDS: dict[str, Any] = {
     "hidden_size": 4096,
     "sliding_window": None,
 }
-OWN_FIELDS = {"GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM", "OPTForCausalLM"}
-"""Families that have neither ``layer_types`` nor ``rope_scaling``."""
+OWN_FIELDS = {
+    *("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM", "GPTNeoForCausalLM", "OPTForCausalLM"),
+    *("BambaForCausalLM", "FalconH1ForCausalLM", "Mamba2ForCausalLM", "NemotronHForCausalLM"),
+}
+"""Families that have no ``layer_types``."""
 ROTARY = sorted(FAMILIES.keys() - OWN_FIELDS)
 
 
@@ -95,5 +98,6 @@ def test_words_that_published_files_have() -> None:
 
 
 def test_layers_of_mamba_are_the_default_of_granite_hybrid() -> None:
-    (found,) = problems("GraniteMoeHybridForCausalLM", layer_types=None)
-    assert found.startswith("layer_types: expected attention in every layer, but it is missing")
+    assert problems("GraniteMoeHybridForCausalLM", layer_types=None) == problems(
+        "GraniteMoeHybridForCausalLM", layer_types=["mamba", "mamba"]
+    )

@@ -15,6 +15,7 @@ from jaxserve.engine.model_defaults import default_sampling_params, eos_token_id
 from jaxserve.models.registry import FAMILIES, config_from_hf
 from jaxserve.text.tokenizer import Tokenizer
 from tests.random_checkpoint import DEEPSEEK, LLAMA, write_checkpoint_with_tokenizer
+from tests.recurrent_fields import with_recurrent_fields
 
 GPT2: dict[str, Any] = {"n_embd": 4096, "n_head": 4, "n_layer": 2, "n_positions": 64}
 
@@ -119,8 +120,7 @@ def test_another_generation_config_has_its_own_end_tokens(tmp_path: Path) -> Non
 def test_every_family_says_whether_its_end_token_is_a_default(architecture: str) -> None:
     raw = {**GPT2, **DEEPSEEK, "architectures": [architecture], "hidden_size": 4096, "num_attention_heads": 4}
     raw["num_local_experts"] = raw["num_experts"] = 4
-    if "Hybrid" in architecture:
-        raw["layer_types"] = ["attention"] * raw["num_hidden_layers"]
+    raw = with_recurrent_fields(raw)
     assert not config_from_hf({**raw, "eos_token_id": None}, "config.json").has_default_eos
     del raw["eos_token_id"]
     assert config_from_hf(raw, "config.json").has_default_eos

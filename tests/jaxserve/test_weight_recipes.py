@@ -38,7 +38,7 @@ REAL_CONFIGS = [
     "smollm3-3b",
     "yi-1.5-6b",
 ]
-WITHOUT_AN_INDEX = ["baichuan-7b", "deepseek-r1", "granite-3.1-1b-a400m-moe", "kimi-k2"]
+WITHOUT_AN_INDEX = ["baichuan-7b", "deepseek-r1", "granite-3.1-1b-a400m-moe", "kimi-k2", "qwen3.5-25b-a3b-moe"]
 ARCHITECTURES = [
     "BaiChuanForCausalLM",
     "GraniteForCausalLM",
@@ -160,6 +160,13 @@ def test_real_tensor_lists_are_used_up_exactly(folder: str, size: int, shared_da
     for index in indexes:
         recipes = weight_recipes(config, size)
         check_recipes(index_names(index), recipes, ignored_patterns(config))
+
+
+def test_a_multimodal_tensor_list_is_used_up_exactly(shared_data: Path) -> None:
+    """Qwen3.5's language model is inside of another."""
+    folder = shared_data / "configs" / "qwen3.5-25b-a3b-moe"
+    model, tensors = abstract(read_folder(folder), 1), index_names(folder / "model.safetensors.index.json")
+    check_recipes(tensors, model.recipes_for(tensors), model.ignored)
 
 
 def test_every_real_config_of_a_supported_family_is_in_the_list(shared_data: Path) -> None:

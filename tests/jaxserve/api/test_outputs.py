@@ -72,10 +72,10 @@ def test_beam_search_output() -> None:
 
 
 def test_metrics_have_the_names_of_vllm() -> None:
-    """Those of `RequestStateStats` in `vllm/v1/metrics/stats.py`, with its defaults, and counts of drafts."""
+    """Those of `RequestStateStats` in `vllm/v1/metrics/stats.py`, with its defaults, and what we count beside it."""
     times = ("arrival_time", "queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts", "first_token_latency")
     counts = ("num_generation_tokens", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    expected = {**dict.fromkeys(counts, 0), **dict.fromkeys(times, 0.0), "is_corrupted": False}
+    expected = {**dict.fromkeys(counts, 0), **dict.fromkeys(times, 0.0), "prefix": None, "is_corrupted": False}
     assert dataclasses.asdict(RequestMetrics()) == expected
 
 
