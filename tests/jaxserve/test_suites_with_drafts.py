@@ -13,6 +13,7 @@ from types import MappingProxyType
 import pytest
 
 from tests import drafting
+from tests.suite import check_deadline
 
 pytestmark = pytest.mark.slow
 
@@ -55,9 +56,12 @@ CASES = [(suite, method) for suite in SUITES for method in drafting.METHODS if s
 
 
 @pytest.mark.parametrize(("suite", "method"), CASES)
-def test_a_suite_passes_with_drafts(suite: str, method: str, repository: Path) -> None:
+def test_a_suite_passes_with_drafts(suite: str, method: str, repository: Path, pytestconfig: pytest.Config) -> None:
+    """Where there is a deadline, tests of the suite that it leaves no time for do not begin."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", SUITES[suite], "--speculation", method]
     command += ["-m", "slow or not slow"]
+    if pytestconfig.getoption("--deadline") is not None:
+        command += ["--deadline", str(pytestconfig.getoption("--deadline"))]
     left_out = COUNT_STEPS + (COUNT_PARTS_OF_PAGES if method in ("eagle3", "mtp") else ())
     left_out += OF_THE_DEMO_MODEL if method == "mtp" else ()
     without_worker = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
@@ -70,3 +74,4 @@ def test_a_suite_passes_with_drafts(suite: str, method: str, repository: Path) -
         check=False,
     )
     assert run.returncode == 0, run.stdout[-6000:]
+    check_deadline(pytestconfig)
