@@ -52,6 +52,25 @@ class Fused(NamedTuple):
     residual: Float[Array, "T outer"] | None = None
 
 
+def finished(y: Float[Array, "T outer"], fused: Fused, dtype: jnp.dtype) -> Float[Array, "T results"]:
+    """Return what follows a product, computed by XLA.
+
+    Args:
+        y: The product, in float32.
+        fused: The operations; the norm before it is not among them.
+        dtype: In which gates and what they multiply are computed.
+    """
+    if fused.bias is not None:
+        y += fused.bias.astype(jnp.float32)
+    if fused.activation is not None:
+        gates, others = jnp.split(y.astype(dtype), 2, axis=1)
+        return ACTIVATIONS[fused.activation](gates) * others
+    if fused.residual is not None:
+        y = y.astype(fused.residual.dtype)
+    y = y if fused.scale == 1.0 else y * fused.scale
+    return y if fused.residual is None else fused.residual + y
+
+
 @runtime_checkable
 class LinearKernel(Protocol):
     """The functions of an implementation module."""

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.linear import ACTIVATIONS, Fused
+from pallas_kernels.linear import Fused, finished
 from pallas_kernels.qkv_write import normed
 
 
@@ -64,12 +64,4 @@ def matmul(
         precision=lax.Precision.HIGHEST if packed.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-    if fused.bias is not None:
-        y += fused.bias.astype(jnp.float32)
-    if fused.activation is not None:
-        gates, others = jnp.split(y.astype(x.dtype), 2, axis=1)
-        return ACTIVATIONS[fused.activation](gates) * others
-    if fused.residual is not None:
-        y = y.astype(fused.residual.dtype)
-    y = y if fused.scale == 1.0 else y * fused.scale
-    return y if fused.residual is None else fused.residual + y
+    return finished(y, fused, x.dtype)

@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt8
 
-from pallas_kernels.linear import ACTIVATIONS, Fused
+from pallas_kernels.linear import Fused, finished
 from pallas_kernels.qkv_write import normed
 from pallas_kernels.quantized import Form, decode
 from pallas_kernels.quantized_linear import rounded
@@ -65,15 +65,7 @@ def matmul(
     if fused.norm is not None:
         x = normed(x, *fused.norm)
     y = product(rounded(x.astype(jnp.float32), form), packed, outer, form)
-    if fused.bias is not None:
-        y += fused.bias.astype(jnp.float32)
-    if fused.activation is not None:
-        gates, others = jnp.split(y.astype(x.dtype), 2, axis=1)
-        return ACTIVATIONS[fused.activation](gates) * others
-    if fused.residual is not None:
-        y = y.astype(fused.residual.dtype)
-    y = y if fused.scale == 1.0 else y * fused.scale
-    return y if fused.residual is None else fused.residual + y
+    return finished(y, fused, x.dtype)
 
 
 def product(

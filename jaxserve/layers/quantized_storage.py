@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
 from jaxserve.layers.storage import Arrays, StoredArray, Weight
-from pallas_kernels.linear import ACTIVATIONS, Fused
+from pallas_kernels.linear import Fused, finished
 from pallas_kernels.quantized import Form
 from pallas_kernels.quantized_grouped_matmul import QuantizedGroupedMatmul
 from pallas_kernels.quantized_linear import QuantizedLinear
@@ -95,17 +95,13 @@ def matmul(
             arrays[part.name],
             part.num_outputs,
             part.form,
-            fused=Fused(fused.norm, None if fused.bias is None else fused.bias[part.outputs]),
+            fused=Fused(fused.norm),
             num_rows=num_rows,
         )
         for part in parts
     ]
     y = jnp.concatenate(products, axis=1)
-    if fused.activation is not None:
-        gates, others = jnp.split(y, 2, axis=1)
-        return ACTIVATIONS[fused.activation](gates) * others
-    y = y if fused.scale == 1.0 else y * fused.scale
-    return y if fused.residual is None else fused.residual + y.astype(fused.residual.dtype)
+    return finished(y, fused, y.dtype)
 
 
 def rows(weight: Weight, arrays: Arrays, indices: Int[Array, " T"]) -> Float[Array, "T inner"]:
