@@ -7,6 +7,7 @@ weights in bfloat16 are widened in registers.
 """
 
 import ctypes
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,10 +83,33 @@ def matmul(
     num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "T results"]:
     """Compute ``x @ weight.T`` and what is fused with it; see ``linear.LinearKernel``."""
+    return call("linear", x, packed, outer, fused, num_rows)
+
+
+def call(
+    operation: str,
+    x: Float[Array, "T inner"],
+    packed: Array,
+    outer: int,
+    fused: Fused,
+    num_rows: Int[Array, ""] | None,
+    **attributes: Any,
+) -> Float[Array, "T results"]:
+    """Call the handler of a matmul with a packed weight.
+
+    Args:
+        operation: Name of the handler.
+        x: Activations.
+        packed: The weight.
+        outer: Number of its outputs; with an activation the result has half as many.
+        fused: The fused operations.
+        num_rows: Rows in use; None: all.
+        attributes: What the handler is told besides.
+    """
     nothing = jnp.zeros(0, jnp.float32)
     residual = nothing if fused.residual is None else fused.residual.astype(jnp.float32)
     result = jax.ShapeDtypeStruct((x.shape[0], outer if fused.activation is None else outer // 2), jnp.float32)
-    found = jax.ffi.ffi_call(target("linear"), result)(
+    found = jax.ffi.ffi_call(target(operation), result)(
         x.astype(jnp.float32),
         packed,
         nothing if fused.norm is None else fused.norm.weight,
@@ -96,6 +120,7 @@ def matmul(
         activation=np.int32(ACTIVATION_CODES[fused.activation]),
         eps=np.float32(0.0 if fused.norm is None else fused.norm.eps),
         scale=np.float32(fused.scale),
+        **attributes,
     )
     return found if fused.residual is None else found.astype(fused.residual.dtype)
 

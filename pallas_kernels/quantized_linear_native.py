@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
 from pallas_kernels.linear import Fused
-from pallas_kernels.linear_native import ACTIVATION_CODES, aligned, num_panels
+from pallas_kernels.linear_native import aligned, call, num_panels
 from pallas_kernels.native_library import library, target, unavailable
 from pallas_kernels.quantized import FLOATS, ROUNDED, VALUES, Form
 
@@ -115,23 +115,7 @@ def matmul(
     num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "T results"]:
     """Compute ``x @ weight.T`` and what is fused with it; see ``quantized_linear.QuantizedLinear``."""
-    nothing = jnp.zeros(0, jnp.float32)
-    residual = nothing if fused.residual is None else fused.residual.astype(jnp.float32)
-    result = jax.ShapeDtypeStruct((x.shape[0], outer if fused.activation is None else outer // 2), jnp.float32)
-    found = jax.ffi.ffi_call(target("quantized_linear"), result)(
-        x.astype(jnp.float32),
-        packed,
-        nothing if fused.norm is None else fused.norm.weight,
-        nothing if fused.bias is None else fused.bias,
-        residual,
-        jnp.int32(x.shape[0]) if num_rows is None else num_rows,
-        num_in=np.int32(x.shape[1]),
-        activation=np.int32(ACTIVATION_CODES[fused.activation]),
-        eps=np.float32(0.0 if fused.norm is None else fused.norm.eps),
-        scale=np.float32(fused.scale),
-        **attributes(form, x.shape[1]),
-    )
-    return found if fused.residual is None else found.astype(fused.residual.dtype)
+    return call("quantized_linear", x, packed, outer, fused, num_rows, **attributes(form, x.shape[1]))
 
 
 def attributes(form: Form, inner: int) -> dict[str, Any]:

@@ -80,6 +80,8 @@ class WeightForms:
         Raises:
             ConfigError: Cutting the features over these devices would cut a record.
         """
+        if not self._records:
+            return None
         found = {name: self._records.get(name) for name, _ in recipe.sources}
         kinds = {name: records for name, records in found.items() if records is not None}
         if len(kinds) < len(found) or any(
