@@ -12,7 +12,6 @@ from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.weight_forms import DECODED, WeightForms
 from jaxserve.models.loading import on_load_method
 from jaxserve.models.stored_forms import read_forms
-from pallas_kernels import OPERATIONS
 from pallas_kernels.registry import load
 from sharding.mesh import Device
 
@@ -38,9 +37,8 @@ def with_forms(policy: DtypePolicy, config: EngineConfig, device: Device, forms:
     where = check_quantization(config.quantization_config)["weights"]
     if not forms or where == "decoded":
         return policy
-    kernels = OPERATIONS["quantized_linear"]
-    reasons = ["there is none"]
-    if policy.linear == "native" and "native" in kernels:
+    reasons = [f"matrix multiplication is by {policy.linear}"]
+    if policy.linear == "native":
         native = load("quantized_linear", "native")
         if forms.activations is None and policy.weights == "bfloat16":  # as for weights in bfloat16
             forms = forms.with_activations("bfloat16")

@@ -6,10 +6,11 @@ from pathlib import Path
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from checkpoints import CheckpointError, CheckpointReader, open_checkpoint
+from checkpoints import CheckpointError, CheckpointReader, is_gguf, open_checkpoint
 from checkpoints.quantized.on_load import METHODS, Method
 from checkpoints.quantized.reader import quantized_in
 from checkpoints.quantized.records import SPANS, Records
+from checkpoints.quantized.settings import read_settings
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.weight_forms import DECODED, WeightForms
@@ -37,7 +38,11 @@ def read_forms(
         activations: How rows are rounded that such weights multiply, where the format does not say it.
         method: What quantizes float weights: one of ``on_load.METHODS``; None: nothing.
     """
-    if load_format == "dummy":
+    try:
+        is_quantized = is_gguf(directory) or read_settings(directory) is not None
+    except CheckpointError:
+        return DECODED
+    if load_format == "dummy" or (method is None and not is_quantized):
         return DECODED
     model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(jax.devices()[0]))
     if method is not None:
