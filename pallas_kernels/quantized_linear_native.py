@@ -124,7 +124,7 @@ def attributes(form: Form, inner: int) -> dict[str, Any]:
 
 
 def _block(form: Form, inner: int) -> int:
-    """Return the features of a block: those that share factors, or a scale where there are none."""
+    """Return the features of a block: those that share factors, or those that share a scale if there are no factors."""
     return form.shared(inner) if form.factors is None else form.shared_factors(inner)
 
 
