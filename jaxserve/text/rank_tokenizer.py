@@ -51,7 +51,9 @@ def read_tekken(path: Path, settings: TokenizerSettings) -> tuple[tokenizers.Tok
         raise ConfigError(f"{path}: expected a pattern in config, and a list vocab")
     entries = cast("list[Any]", vocabulary)[: size - num_special]
     ranks = [_decoded(_mapping(entry, path, "objects in vocab").get("token_bytes"), path) for entry in entries]
-    special = {index: f"<SPECIAL_{index}>" for index in range(num_special)} | _tekken_special(content, num_special, path)
+    special = {index: f"<SPECIAL_{index}>" for index in range(num_special)} | _tekken_special(
+        content, num_special, path
+    )
     fast = _byte_level_bpe(ranks, special, num_special, (pattern,), path)
     named = {name: text for name, text in _NAMED.items() if text in special.values()}
     return fast, dataclasses.replace(
