@@ -16,9 +16,9 @@ from jaxserve.api.draft_metrics import DraftReport
 from jaxserve.api.errors import MemoryPlanError, RequestError
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
-from jaxserve.device.compiling import use_compilation_cache
 from jaxserve.device.drafter_choice import check_drafter
 from jaxserve.device.memory import STEPS_IN_FLIGHT, MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
+from jaxserve.device.program_cache import check_entries, use_compilation_cache
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
 from jaxserve.device.stage import Stage, num_programs
@@ -114,13 +114,16 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     drafter = plan.models[-1].drafter
     if drafter is not None:
         check_drafter(drafter, plan.models[0].whole_model(), plan.load_format)
-    use_compilation_cache(config.compilation_cache_dir, plan.models[0].mesh.devices.flat[0])
+    device = plan.models[0].mesh.devices.flat[0]
+    programs = use_compilation_cache(config.compilation_cache_dir, device, config.compilation_cache_max_bytes)
     log_choices(plan)
     if AUTO in (config.tool_call_parser, config.reasoning_parser):
         logger.info("tool_call_parser: %s, reasoning_parser: %s", parsers.tools, parsers.reasoning)
     resident_before = resident_bytes()
     runners, temporary_bytes, load_s, compile_s = _make_runners(plan)
     warm_up_s = warm_up_runners(runners) if config.warm_up else 0.0
+    if programs is not None:
+        check_entries(programs)
     engine = assemble_engine(config, plan, tokenizer, parsers.reasoning, runners)
     ledger = make_ledger(config, plan, temporary_bytes, resident_before)
     total_s = time.monotonic() - start
