@@ -47,6 +47,7 @@ from jaxserve.server.wire import (
 logger = logging.getLogger(__name__)
 
 _EXIT_S = 2.0  # from the end of the connection to that of the process
+_IMPORT_S = 60.0  # until the process reads its first message and counts the time itself
 _WATCH_S = 1.0  # between two checks of the heartbeats
 
 
@@ -103,9 +104,13 @@ class EngineClient:
             self._tasks.append(asyncio.create_task(self._watch(config.watchdog_timeout)))
 
     async def _shake_hands(self) -> EngineInfo:
-        self._send(Start(self._arguments, self._config.watchdog_timeout))
+        limit_s = self._config.startup_timeout
+        self._send(Start(self._arguments, self._config.watchdog_timeout, limit_s))
         try:
-            first = await self._read_message()
+            # The process ends by itself, with its stacks in the log, unless it is stopped or has no CPU.
+            first = await asyncio.wait_for(self._read_message(), limit_s + _IMPORT_S if limit_s else None)
+        except TimeoutError:
+            raise EngineDeadError(f"the engine process was not ready within {limit_s:g} s (startup_timeout)") from None
         except (OSError, EOFError) as error:
             await self._reap()
             raise EngineDeadError(f"the engine process ended while it started: {self._why()}") from error

@@ -19,7 +19,7 @@ from jaxserve.server.settings import ServerConfig, is_loopback
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 70
-"""Exit status if the engine ended by itself: EX_SOFTWARE."""
+"""Exit status if the engine or a listener ended by itself: EX_SOFTWARE."""
 _FAREWELL_S = 2.0  # for responses that say why the engine ended or time ran out
 _FLUSH_S = 0.5  # for the last bytes of those responses
 _STEADY_S = 600.0  # an engine that ran this long is restarted without a pause
@@ -65,6 +65,7 @@ class ServerLife:
         self._grpc = GrpcServer(frontend, self._drain)
         self._drain_s: float | None = None
         self._has_signal = False
+        self._has_lost_http = False
         self._is_told = asyncio.Event()
         self._is_hurried = asyncio.Event()
 
@@ -75,11 +76,12 @@ class ServerLife:
                 starting = asyncio.create_task(self._engine.start())
                 if not await self._unless_told(starting):
                     await self._stop_engine()
-                    return 0
+                    return EXIT_ENGINE_DEAD if self._has_lost_http else 0
                 self._open()
                 try:
                     print(f"jaxserve ready: {addresses}", flush=True)  # which may fail: the engine ends all the same
-                    return await self._serve_until_end()
+                    status = await self._serve_until_end()
+                    return EXIT_ENGINE_DEAD if self._has_lost_http else status
                 finally:
                     self._close("the server is shutting down")
                     await self._grpc.stop(_FLUSH_S)
@@ -181,6 +183,11 @@ class ServerLife:
             self._drain_s = timeout_s
         self._is_told.set()
 
+    def _note_http_end(self) -> None:
+        """End the server because nothing accepts HTTP connections any more."""
+        self._has_lost_http = True
+        self._drain(None)
+
     def _signalled(self) -> None:
         """End the server as ``_drain`` does; after a second signal at once."""
         if self._has_signal:
@@ -205,7 +212,7 @@ class ServerLife:
         config, parts = self._config, []
         async with contextlib.AsyncExitStack() as stack:
             if config.uds is not None or config.port != -1:
-                address = await stack.enter_async_context(http_listening(self._frontend))
+                address = await stack.enter_async_context(http_listening(self._frontend, self._note_http_end))
                 parts.append(f"http={address}")
             await self._grpc.start()
             stack.push_async_callback(self._grpc.stop, 0.0)

@@ -25,6 +25,7 @@ _KINDS = (bool, int, str, float, list, dict)
 _SECONDS: Mapping[str, float] = MappingProxyType(
     {
         **dict.fromkeys(("request_timeout", "stall_timeout", "shutdown_timeout", "watchdog_timeout"), 0),
+        "startup_timeout": 0,
         **dict.fromkeys(("grpc_max_connection_age", "grpc_max_connection_idle"), 0),
         **dict.fromkeys(("chat_template_timeout", "grpc_keepalive_time", "grpc_keepalive_timeout"), 1e-3),
     }
@@ -120,6 +121,8 @@ class ServerConfig:
         disable_grpc_reflection: Disable gRPC server reflection.
         shutdown_timeout: Seconds to wait for running requests after SIGTERM.
         watchdog_timeout: Seconds without progress after which the engine process logs its stacks and exits; 0: never.
+        startup_timeout: Seconds after which an engine process that is not ready logs its stacks and exits; it includes
+            downloads and compilation. 0: never.
         restart_engine: Restart the engine process if it exits.
         otlp_traces_endpoint: URL to send OpenTelemetry traces to; requires the extra ``otel``.
         vllm_metric_names: Also export metrics under their vLLM names.
@@ -182,6 +185,7 @@ class ServerConfig:
     disable_grpc_reflection: bool = False
     shutdown_timeout: float = 30.0
     watchdog_timeout: float = 300.0
+    startup_timeout: float = 3600.0
     restart_engine: bool = False
     otlp_traces_endpoint: str | None = None
     vllm_metric_names: bool = False

@@ -52,6 +52,8 @@ class Start:
     engine_arguments: dict[str, Any]
     """Arguments of ``AsyncLLM``."""
     watchdog_timeout: float
+    startup_timeout: float = 0.0
+    """Seconds until the engine must be ready; 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,6 +169,8 @@ def watch(loop: Loop, outbox: Outbox, timeout_s: float) -> NoReturn:
 
 def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> Loop:
     """Start the engine and everything that serves it."""
+    if start.startup_timeout:  # a timer in C, as in `watch`
+        faulthandler.dump_traceback_later(start.startup_timeout, exit=True)
     given = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, **start.engine_arguments})
     config = with_verifier(given)
     started = start_engine(config)
@@ -193,6 +195,7 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> Loop:
 
     serving = Serving(started, loop, outbox, template, reshard)
     inbox.hand_to(serving)
+    faulthandler.cancel_dump_traceback_later()
     outbox.send(describe())
     watching = (loop, outbox, start.watchdog_timeout)
     threading.Thread(target=watch, args=watching, name="jaxserve-watchdog", daemon=True).start()
