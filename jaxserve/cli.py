@@ -22,6 +22,7 @@ from jaxserve.cli_arguments import (
     engine_arguments,
     sampling_arguments,
 )
+from jaxserve.log_output import queued_log
 from jaxserve.server import command
 from jaxserve.standard_streams import STATUS_FAILED, standard_streams
 
@@ -153,7 +154,10 @@ def _add_eval(commands: Any) -> None:
 def _serve(options: argparse.Namespace) -> None:
     from jaxserve.server.main import serve
 
-    sys.exit(asyncio.run(serve(*command.serve_arguments(options))))
+    arguments, config = command.serve_arguments(options)
+    with queued_log(config.log_format):
+        status = asyncio.run(serve(arguments, config))
+    sys.exit(status)
 
 
 def _generate(options: argparse.Namespace) -> None:

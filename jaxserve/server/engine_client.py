@@ -94,7 +94,7 @@ class EngineClient:
         await self._close_renderers()  # of an engine that has ended
         self._renderers = Renderers(config.chat_template_timeout, config.chat_template_content_format)
         try:
-            self._process, self._reader, self._writer = await spawn_engine()
+            self._process, self._reader, self._writer = await spawn_engine(config.log_format)
             self._info = await self._shake_hands()
         except BaseException:
             await self.kill()

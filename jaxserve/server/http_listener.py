@@ -45,6 +45,7 @@ async def http_listening(frontend: Frontend, note_end: Callable[[], None] | None
         make_app(frontend),
         http=cast("Any", functools.partial(HttpProtocol, config.stall_timeout)),
         ws="none",
+        log_config=None,  # its lines are in the server's log, in its format
         log_level=config.uvicorn_log_level,
         access_log=False,
         lifespan="off",

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 from jaxserve.api.errors import JaxserveError
 from jaxserve.api.outputs import RequestMetrics, RequestOutput
 from jaxserve.api.request import Request
+from jaxserve.log_output import note_log_fields
 from jaxserve.server.errors import OUTCOMES, SERVER_FAULTS, status_of
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tracing import (
     LABEL_HEADER,
     make_tracer,
     remembered_headers,
+    remembered_trace_id,
     request_attributes,
     time_attributes,
 )
@@ -121,6 +123,8 @@ class RequestEntry:
         if log.tracer is not None:
             attributes = request_attributes(request, log.model)
             self._span = log.tracer.start(attributes, remembered_headers())
+        trace_id = remembered_trace_id() if self._span is None else f"{self._span.get_span_context().trace_id:032x}"
+        note_log_fields(request_id=request.request_id or None, trace_id=trace_id)
         if log.config.enable_log_requests:
             label, limit = remembered_headers().get(LABEL_HEADER), log.config.max_log_len
             if request.token_ids is not None:

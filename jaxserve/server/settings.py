@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxserve.api.config_checks import check_type
 from jaxserve.api.errors import ConfigError
+from jaxserve.log_output import LogFormat
 
 QUEUED_SEQS = 4
 """Default of ``max_num_queued_reqs``: waiting sequences for each of ``max_num_seqs``."""
@@ -90,6 +91,8 @@ class ServerConfig:
         enable_request_id_headers: Add the header ``X-Request-Id`` to responses.
         disable_access_log: Do not log a line for each HTTP request.
         disable_access_log_for_endpoints: Paths without an access log, such as ``/health,/metrics``; may be repeated.
+        log_format: Form of the log: ``text``, or ``json`` with an object per line. Without a reader, lines are
+            dropped and counted.
         uvicorn_log_level: Log level of the HTTP server.
         root_path: Path prefix that a reverse proxy strips.
         insecure: Allow listening without TLS on an address that other machines can reach: in a trusted network, or
@@ -158,6 +161,7 @@ class ServerConfig:
     enable_request_id_headers: bool = False
     disable_access_log: bool = False
     disable_access_log_for_endpoints: list[str] | None = None
+    log_format: LogFormat = "text"
     uvicorn_log_level: LogLevel = "warning"
     root_path: str = ""
     insecure: bool = False

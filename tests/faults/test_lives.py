@@ -1,14 +1,18 @@
-"""A server ends when it cannot serve any more: its HTTP listener ended, or its engine does not get ready."""
+"""A server ends when it cannot serve any more, and serves on although nobody reads its log."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from scripts.server_child import REPOSITORY
 from tests.faults.conftest import faulty_environment
+from tests.faults.talk import wait_until
 from tests.hooks import EXIT_ENGINE_DEAD, injected
 
 LOSING_HTTP = """
@@ -48,3 +52,30 @@ def test_an_engine_that_does_not_get_ready_is_ended_with_its_stacks(tmp_path: Pa
     assert "Timeout (0:00:01)!" in ended.stderr
     assert "in faulty" in ended.stderr  # the function that hangs
     assert "the engine process ended while it started: it ended with status 1" in ended.stderr
+
+
+def test_a_log_that_nobody_reads_delays_no_request(tmp_path: Path) -> None:
+    """A pipe takes about 700 of these lines; the server answers on, and ends when it is told to."""
+    (tmp_path / injected.START_HANGS).touch()
+    path = tmp_path / "http"
+    flags = ("--uds", str(path), "--grpc-port", "-1", "--admin-port", "-1", "--log-format", "json")
+    command = [sys.executable, "-m", "jaxserve", "serve", *flags]
+    environment = {**os.environ, **faulty_environment(tmp_path)}
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE)
+    try:
+        wait_until(path.exists, "it listens")
+        transport = httpx2.HTTPTransport(uds=str(path))
+        with httpx2.Client(transport=transport, base_url="http://x", timeout=30) as client:
+            assert client.get("/v1/models").status_code == 503
+            statuses = {client.get(f"/health?{number}").status_code for number in range(1500)}
+        assert statuses == {503}
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        with process.stderr:
+            lines = [json.loads(line) for line in process.stderr]
+        assert process.wait(60) == 0
+        assert sum('"GET /health" 503' in line["message"] for line in lines) == 1500
+        assert [line["key"] for line in lines if '"GET /v1/models" 503' in line["message"]] == ["anonymous"]
+    finally:
+        process.kill()
+        process.wait()

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from jaxserve.engine.loop import Loop
 from jaxserve.engine.model_defaults import generation_defaults
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.log_output import LogFormat, installed_handler, queued_log
 from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.reshard.resharding import Resharder
 from jaxserve.server.engine_process.outbox import Outbox
@@ -57,12 +59,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Runs the engine of a server; started by its front end.")
     parser.add_argument("--fd", type=int, required=True, help="the socket to the front end")
     parser.add_argument("--log-level", type=int, default=logging.INFO, help="least level of this package's log")
+    parser.add_argument("--log-format", choices=typing.get_args(LogFormat), default="text", help="form of the log")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("jaxserve").setLevel(options.log_level)
+    with queued_log(options.log_format, "engine"):
+        _run(options.fd)
+
+
+def _run(fd: int) -> NoReturn:
+    """Run an engine until the front end stops it or it fails."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the front end, which says when to end
         signal.signal(number, signal.SIG_IGN)
-    connection = socket.socket(fileno=options.fd)
+    connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     inbox, outbox = Inbox(connection), Outbox(connection)
     try:
@@ -248,7 +257,9 @@ def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
 def _exit(outbox: Outbox, status: int) -> NoReturn:
     """Send what waits, then exit without waiting for threads that a failed device or a template may hold up."""
     outbox.close(_FLUSH_S)
-    logging.shutdown()
+    handler = installed_handler()
+    if handler is not None:
+        handler.close()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # its reader has exited, or the disk is full
             stream.flush()

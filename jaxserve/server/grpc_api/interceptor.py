@@ -15,6 +15,7 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from jaxserve.api.errors import DeadlineError, JaxserveError, RequestError
+from jaxserve.log_output import begin_log_fields, note_log_fields
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.errors import PermissionDeniedError, UnavailableError, status_of
 from jaxserve.server.frontend import new_request_id
@@ -174,6 +175,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def respond(requests: Any, context: Context) -> Any:
             del requests  # to iterate would leave a generator, which waits for the event loop to end it
             CURRENT_CALL.set(call)
+            begin_log_fields()
+            note_log_fields(key=call.caller.name, request_id=call.request_id)
             request: Any = None
             num_bytes = 0
             self._num_running += 1

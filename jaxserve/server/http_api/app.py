@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxserve.log_output import begin_log_fields
 from jaxserve.server.frontend import Frontend, new_request_id
 from jaxserve.server.http_api import status
 from jaxserve.server.http_api.chat import chat_completions
@@ -106,6 +107,7 @@ class RequestLabels:
         written = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         label = scope[LABEL] = written if _LABEL_FORM.fullmatch(written) else None
         begin_s = time.monotonic()
+        begin_log_fields()
 
         async def noting_send(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.api.errors import JaxserveError
+from jaxserve.log_output import note_log_fields
 from jaxserve.server.auth import Caller
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.fields import Check, read_fields, read_json
@@ -96,6 +97,7 @@ class Endpoint:
                 caller = self._frontend.authenticator.caller(request.headers.get("authorization"))
                 if self._scope:
                     caller.check_scope(self._scope)
+                note_log_fields(key=caller.name)
             if self._has_body:
                 await self._read_body(request, raw)
                 self._frontend.ledger.check_room(caller)
