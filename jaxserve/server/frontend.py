@@ -14,7 +14,7 @@ from jaxserve.api.request import Request, check_length
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
-from jaxserve.server.errors import UnknownModelError
+from jaxserve.server.errors import UnavailableError, UnknownModelError
 from jaxserve.server.ledger import MAX_BODY_BYTES, Ledger
 from jaxserve.server.request_log import RequestEntry, RequestLog
 from jaxserve.server.settings import ServerConfig, queued_tokens_limit
@@ -33,6 +33,9 @@ class Frontend:
         ledger: Counts and limits the requests in flight; accepts none before ``open``.
         authenticator: Checks API keys.
         log: Writes log lines, counters and traces of requests.
+        has_started: Whether the engine has been ready once.
+        is_draining: Whether load balancers should send no more requests.
+        is_lost: Whether the engine has ended and is not started again.
 
     Raises:
         ConfigError: The keys are wrong, or traces cannot be sent.
@@ -46,6 +49,9 @@ class Frontend:
         self.log = RequestLog(config, model)
         self.model_names = tuple(config.served_model_name or (model,))
         self.created_s = int(time.time())
+        self.has_started = False
+        self.is_draining = False
+        self.is_lost = False
 
     @property
     def info(self) -> EngineInfo:
@@ -59,11 +65,23 @@ class Frontend:
     def open(self) -> None:
         """Accept requests, as many as the engine has room for and the settings let wait."""
         model, config = self.info.model, self.config
+        self.has_started = True
         self.ledger.open(
             model.max_num_seqs + config.queued_reqs_limit(model.max_num_seqs),
             max_num_seqs=model.max_num_seqs,
             max_num_queued_tokens=queued_tokens_limit(config.max_num_queued_tokens, model.max_model_len),
         )
+
+    def check_ready(self) -> None:
+        """Check that load balancers should send requests.
+
+        Raises:
+            UnavailableError: The server starts, drains or has no engine.
+        """
+        self.ledger.check_open()
+        _ = self.info
+        if self.is_draining:
+            raise UnavailableError("the server is shutting down")
 
     def check_model(self, name: str | None) -> str:
         """Return the model name of a response to a request for the model ``name``; None: the first name.

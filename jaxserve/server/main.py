@@ -107,6 +107,7 @@ class ServerLife:
             logger.error("the engine process ended: %s", reason)
             self._close(f"the engine process ended: {reason}")
             if not self._config.restart_engine:
+                self._frontend.is_lost = True
                 await asyncio.sleep(_FAREWELL_S)
                 return EXIT_ENGINE_DEAD
             if asyncio.get_running_loop().time() - began_s > _STEADY_S:
@@ -146,6 +147,7 @@ class ServerLife:
 
     async def _drained(self) -> int:
         """Stop accepting requests and wait for in-flight ones, up to the time limit; return the exit status."""
+        await self._delay()
         self._close("the server is shutting down")
         limit_s = self._config.shutdown_timeout if self._drain_s is None else self._drain_s
         logger.info("draining: %d sequences in flight, at most %g s", self._frontend.ledger.num_in_flight, limit_s)
@@ -162,6 +164,18 @@ class ServerLife:
         for task in (hurried, idle, ended):
             task.cancel()
         return EXIT_ENGINE_DEAD if is_lost else 0
+
+    async def _delay(self) -> None:
+        """Tell load balancers to send no more requests, and accept requests for the time they take to notice."""
+        self._frontend.is_draining = True
+        self._grpc.set_serving(False)
+        if self._config.drain_delay and not self._has_lost_http:
+            logger.info("draining: requests are accepted for %g s more", self._config.drain_delay)
+            hurried = asyncio.create_task(self._is_hurried.wait())
+            ended = asyncio.create_task(self._engine.wait_ended())
+            await asyncio.wait([hurried, ended], timeout=self._config.drain_delay, return_when=asyncio.FIRST_COMPLETED)
+            for task in (hurried, ended):
+                task.cancel()
 
     async def _stop_engine(self) -> None:
         """End the engine process, by force after a second signal."""

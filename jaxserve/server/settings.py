@@ -26,7 +26,7 @@ _KINDS = (bool, int, str, float, list, dict)
 _SECONDS: Mapping[str, float] = MappingProxyType(
     {
         **dict.fromkeys(("request_timeout", "stall_timeout", "shutdown_timeout", "watchdog_timeout"), 0),
-        "startup_timeout": 0,
+        **dict.fromkeys(("startup_timeout", "drain_delay"), 0),
         **dict.fromkeys(("grpc_max_connection_age", "grpc_max_connection_idle"), 0),
         **dict.fromkeys(("chat_template_timeout", "grpc_keepalive_time", "grpc_keepalive_timeout"), 1e-3),
     }
@@ -122,6 +122,8 @@ class ServerConfig:
         grpc_max_connection_idle: Seconds after which a gRPC connection without calls is closed; 0: never.
         max_concurrent_streams: Maximum number of concurrent calls on one gRPC connection.
         disable_grpc_reflection: Disable gRPC server reflection.
+        drain_delay: Seconds after SIGTERM in which requests are still accepted, while ``/readyz`` and ``/health`` say
+            503, so that load balancers send no more.
         shutdown_timeout: Seconds to wait for running requests after SIGTERM.
         watchdog_timeout: Seconds without progress after which the engine process logs its stacks and exits; 0: never.
         startup_timeout: Seconds after which an engine process that is not ready logs its stacks and exits; it includes
@@ -187,6 +189,7 @@ class ServerConfig:
     grpc_max_connection_idle: float = 600.0
     max_concurrent_streams: int = 1024
     disable_grpc_reflection: bool = False
+    drain_delay: float = 0.0
     shutdown_timeout: float = 30.0
     watchdog_timeout: float = 300.0
     startup_timeout: float = 3600.0

@@ -12,8 +12,10 @@ import pytest
 
 from scripts.server_child import REPOSITORY
 from tests.faults.conftest import faulty_environment
-from tests.faults.talk import wait_until
+from tests.faults.kinds import NOT_SERVING
+from tests.faults.talk import health, wait_until
 from tests.hooks import EXIT_ENGINE_DEAD, injected
+from tests.server_process import running_server
 
 LOSING_HTTP = """
 import sys
@@ -79,3 +81,18 @@ def test_a_log_that_nobody_reads_delays_no_request(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_during_the_drain_delay_requests_are_taken_and_connections_closed() -> None:
+    with running_server("--drain-delay", "600") as server:
+        with httpx2.Client(base_url=server.http, timeout=60) as client:
+            assert [client.get(path).status_code for path in ("/livez", "/readyz", "/startupz")] == [200, 200, 200]
+            assert "connection" not in client.get("/livez").headers
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: client.get("/readyz").status_code == 503, "it is not ready")
+            assert client.get("/livez").status_code == 200
+            assert health(server) == NOT_SERVING
+            answer = client.post("/v1/completions", json={"prompt": "1+1=", "max_tokens": 3})
+            assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        server.process.send_signal(signal.SIGTERM)  # a second one waits for nothing
+        assert server.wait() == 0
