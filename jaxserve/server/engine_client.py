@@ -11,7 +11,7 @@ import json
 import logging
 import signal
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Any
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, RequestError
@@ -68,6 +68,7 @@ class EngineClient:
         self._config = config
         self._numbers = itertools.count(1)
         self._collectors: dict[int, OutputCollector] = {}
+        self._names: dict[int, str] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._renderers: Renderers | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -128,6 +129,17 @@ class EngineClient:
             collector.fail(error)
         if self._renderers is not None:
             self._renderers.end(error)
+
+    def end_named(self, request_ids: Collection[str], error: Exception) -> None:
+        """End requests by their full names with an error, after the outputs that have come."""
+        if self._renderers is not None:
+            self._renderers.abort(request_ids)
+        numbers = [number for number, name in self._names.items() if name in request_ids]
+        ended = [(number, found) for number in numbers if (found := self._collectors.pop(number, None)) is not None]
+        for _, collector in ended:
+            collector.fail(error)
+        if ended and self.is_alive:
+            self._send(Cancel([number for number, _ in ended]))
 
     async def stop(self, drain_s: float, patience_s: float = 10.0) -> None:
         """End the process, if it runs, after at most ``drain_s`` seconds for its requests and ``patience_s`` more."""
@@ -206,6 +218,7 @@ class EngineClient:
             last["continue_final_message"] = request.chat.get("continue_final_message", False)
             request = dataclasses.replace(request, text=text, chat=last, add_special_tokens=False)
         self._collectors[number] = collector
+        self._names[number] = request.request_id
         try:
             self._send(Submit(number, request, arrival_s, is_waiting))
             while True:
@@ -215,6 +228,7 @@ class EngineClient:
                     return
         finally:
             self._collectors.pop(number, None)
+            del self._names[number]
             if not collector.has_ended and self.is_alive:
                 self._send(Cancel([number]))
 

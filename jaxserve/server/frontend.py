@@ -5,10 +5,10 @@ import dataclasses
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from typing import Any
 
-from jaxserve.api.errors import RequestFailedError
+from jaxserve.api.errors import JaxserveError, RequestFailedError
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request, check_length
 from jaxserve.api.sampling_params import SamplingParams
@@ -52,6 +52,7 @@ class Frontend:
         self.has_started = False
         self.is_draining = False
         self.is_lost = False
+        self._running: dict[RequestEntry, None] = {}
 
     @property
     def info(self) -> EngineInfo:
@@ -102,8 +103,12 @@ class Frontend:
 
         Raises:
             RequestError: The prompt is too long.
+            OverloadedError: The caller has used its tokens of the last minute.
         """
+        self.log.usage.check_rate(caller)
         changes: dict[str, Any] = {}
+        if caller.min_priority is not None and request.priority < caller.min_priority:
+            changes["priority"] = caller.min_priority
         if caller.tenant is not None:
             own = hashlib.sha256(f"{caller.tenant}\0{request.cache_salt or ''}".encode()).hexdigest()
             changes["cache_salt"] = own
@@ -115,10 +120,25 @@ class Frontend:
             changes["token_ids"] = request.token_ids[-self.info.max_model_len :]
         return RequestEntry(self.log, caller.name, dataclasses.replace(request, **changes) if changes else request)
 
+    def end_callers(self, names: Collection[str], error: JaxserveError) -> int:
+        """End the requests in flight of callers with an error; return their number."""
+        found = [entry for entry in self._running if entry.caller in names]
+        self.engine.end_named([entry.request.request_id for entry in found], error)
+        return len(found)
+
+    @contextlib.contextmanager
+    def _running_entry(self, entry: RequestEntry) -> Iterator[None]:
+        self._running[entry] = None
+        try:
+            yield
+        finally:
+            del self._running[entry]
+
     async def generate(self, entry: RequestEntry) -> AsyncGenerator[RequestOutput, None]:
         """Run an admitted request as ``EngineClient.generate``; its entry is in the ledger meanwhile."""
         request = entry.request
-        with entry, self.ledger.entered(entry) as is_waiting:
+        self.log.usage.add_request(entry.caller)
+        with entry, self._running_entry(entry), self.ledger.entered(entry) as is_waiting:
             if is_waiting and request.token_ids is not None:
                 self.ledger.note_prompt(entry, len(request.token_ids))
                 is_waiting = False

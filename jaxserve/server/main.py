@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from jaxserve.api.errors import EngineDeadError, JaxserveError
@@ -13,6 +13,7 @@ from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_listener import http_listening
+from jaxserve.server.key_watch import KeyWatch
 from jaxserve.server.resources import map_large_buffers_apart
 from jaxserve.server.settings import ServerConfig, is_loopback
 
@@ -212,13 +213,24 @@ class ServerLife:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
+        handlers: dict[signal.Signals, Callable[[], None]] = {
+            signal.SIGTERM: self._signalled,
+            signal.SIGINT: self._signalled,
+        }
+        watching = None
+        if self._config.auth_file is not None:
+            watch = KeyWatch(self._frontend)
+            watching = asyncio.create_task(watch.run())
+            handlers[signal.SIGHUP] = watch.reload
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in handlers:
                 loop.remove_signal_handler(number)
+            if watching is not None:
+                watching.cancel()
 
     @contextlib.asynccontextmanager
     async def _listening(self) -> AsyncIterator[str]:

@@ -24,6 +24,7 @@ from jaxserve.server.tracing import (
     request_attributes,
     time_attributes,
 )
+from jaxserve.server.usage import KeyUsage
 
 if TYPE_CHECKING:  # the extra "otel" may not be installed
     from opentelemetry.trace import Span
@@ -176,6 +177,7 @@ class RequestEntry:
         if self.num_prompt_tokens is None:
             self.num_prompt_tokens = len(output.prompt_token_ids)
             self.num_cached_tokens = output.num_cached_tokens or 0
+            self.log.usage.add_tokens(self.caller, self.num_prompt_tokens, 0)
             counts.prompt_tokens += self.num_prompt_tokens
             counts.cached_tokens += self.num_cached_tokens
         for completion in output.outputs:
@@ -184,6 +186,7 @@ class RequestEntry:
                 self._first_token_s = time.monotonic()
             self.num_generated[index] += num_tokens
             counts.generation_tokens += num_tokens
+            self.log.usage.add_tokens(self.caller, 0, num_tokens)
             if completion.finish_reason is not None:
                 self._reasons[index] = completion.finish_reason
             if self.log.config.enable_log_outputs:
@@ -210,6 +213,10 @@ class RequestEntry:
 class RequestLog:
     """Follows requests.
 
+    Attributes:
+        counts: What has happened since the server started.
+        usage: What each caller has used.
+
     Args:
         config: What to record.
         model: Name of the model in traces if ``config`` has none.
@@ -221,6 +228,7 @@ class RequestLog:
     def __init__(self, config: ServerConfig, model: str | None = None):
         self.config = config
         self.counts = RequestCounts()
+        self.usage = KeyUsage()
         self.model = config.served_model_name[0] if config.served_model_name else model
         self.tracer = make_tracer(config)
 

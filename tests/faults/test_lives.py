@@ -1,5 +1,6 @@
 """A server ends when it cannot serve any more, and serves on although nobody reads its log."""
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 from scripts.server_child import REPOSITORY
 from tests.faults.conftest import faulty_environment
 from tests.faults.kinds import NOT_SERVING
+from tests.faults.steps import slow_steps
 from tests.faults.talk import health, wait_until
 from tests.hooks import EXIT_ENGINE_DEAD, injected
 from tests.server_process import running_server
@@ -96,3 +98,29 @@ def test_during_the_drain_delay_requests_are_taken_and_connections_closed() -> N
             assert (answer.status_code, answer.headers["connection"]) == (200, "close")
         server.process.send_signal(signal.SIGTERM)  # a second one waits for nothing
         assert server.wait() == 0
+
+
+def test_a_revoked_key_ends_its_streams_alone(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("[{name: old, key: old}, {name: kept, key: kept}]")
+    body = {"prompt": "1+1=", "ignore_eos": True, "max_tokens": 100, "temperature": 0, "stream": True}
+    with running_server("--auth-file", str(keys), environment=faulty_environment(tmp_path)) as server:
+        with slow_steps(tmp_path, 0.05), contextlib.ExitStack() as stack:
+            client = stack.enter_context(httpx2.Client(base_url=server.http, timeout=60))
+            streams = {
+                key: stack.enter_context(
+                    client.stream("POST", "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+                )
+                for key in ("old", "kept")
+            }
+            lines = {key: stream.iter_lines() for key, stream in streams.items()}
+            assert all(next(lines[key]).startswith("data: {") for key in lines)
+            keys.write_text("[")  # a file with a mistake ends nothing
+            server.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: "is not used" in server.log.read_text(), "the file is refused")
+            keys.write_text("[{name: kept, key: kept}]")
+            server.process.send_signal(signal.SIGHUP)
+            assert "the API key was revoked" in "".join(lines["old"])
+            assert "[DONE]" in "".join(lines["kept"])
+            headers = {"authorization": "Bearer old"}
+            assert client.post("/v1/completions", json=body, headers=headers).status_code == 401
