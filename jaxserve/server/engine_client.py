@@ -16,11 +16,11 @@ from typing import Any
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, RequestError
 from jaxserve.api.metric_types import Metric
-from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
-from jaxserve.server.output_collector import OutputCollector
+from jaxserve.server.output_collector import OutputCollector, aborted
 from jaxserve.server.renderers import Renderers
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import (
@@ -212,7 +212,7 @@ class EngineClient:
         if request.chat is not None and request.text is None:
             text = await self._render(request.chat, request.request_id, request.timeout_s)
             if text is None:
-                yield _aborted(request)
+                yield aborted(request)
                 return
             last = {"messages": request.chat["messages"][-1:]}  # it tells where reasoning begins
             last["continue_final_message"] = request.chat.get("continue_final_message", False)
@@ -395,11 +395,3 @@ class EngineClient:
 
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(f"the engine process ended: {self._why()}")
-
-
-def _aborted(request: Request) -> RequestOutput:
-    """Return the output of a request that was aborted before it was sent."""
-    outputs = [CompletionOutput(index, "", [], finish_reason="abort") for index in range(request.params.n)]
-    return RequestOutput(
-        request_id=request.request_id, prompt=None, prompt_token_ids=[], outputs=outputs, finished=True
-    )
