@@ -27,8 +27,8 @@ SUITES: Mapping[str, str] = MappingProxyType(
     }
 )
 LEFT_OUT: Mapping[str, tuple[str, ...]] = MappingProxyType(dict.fromkeys(("suffix", "draft_model", "mtp"), ("trace",)))
-"""A suite that expects 20 preemptions and mostly decode rows, both of which drafts save where they are right often; with
-``mtp`` 22 on one device and fewer on four."""
+"""A suite that expects 20 preemptions and mostly decode rows, both of which drafts save where they are right often.
+With ``mtp`` there are 22 preemptions on one device and fewer on four."""
 COUNT_STEPS = (
     "tests/jaxserve/test_engine_stories.py::test_streamed_text_adds_up_to_the_whole",
     "tests/jaxserve/test_engine_stories.py::test_metrics_count_tokens_and_requests",
