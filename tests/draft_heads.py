@@ -75,10 +75,14 @@ def eagle3_shapes(config: dict[str, Any], first: str, aux: int = 3) -> dict[str,
     return shapes | {"norm.weight": (size,), "lm_head.weight": (config["draft_vocab_size"], size)}
 
 
-def write_eagle3(directory: Path, config: dict[str, Any], seed: int = 0, **changed: Any) -> dict[str, np.ndarray]:
-    """Writes a head and returns its tensors; ``changed`` are tensors that replace random ones, None for missing."""
+def write_eagle3(
+    directory: Path, config: dict[str, Any], seed: int = 0, mask_size: int | None = None, **changed: Any
+) -> dict[str, np.ndarray]:
+    """Writes a head, with a state of this size before mask tokens, and returns its tensors; ``changed`` are tensors
+    that replace random ones, None for missing."""
     first = "layers.0" if "speculators_model_type" in config else "midlayer"
-    tensors = _random(eagle3_shapes(config, first), seed)
+    shapes = eagle3_shapes(config, first)
+    tensors = _random(shapes if mask_size is None else shapes | {"mask_hidden": (1, mask_size)}, seed)
     tokens = np.arange(config.get("transformer_layer_config", config)["vocab_size"])
     ids = np.sort(np.random.default_rng(seed).permutation(tokens)[: config["draft_vocab_size"]])
     tensors |= {"d2t": ids - np.arange(len(ids)), "t2d": np.isin(tokens, ids), **changed}
@@ -135,10 +139,10 @@ def _add_mtp(directory: Path, tensors: dict[str, np.ndarray], seed: int) -> dict
     return tensors
 
 
-def load_head(method: str, directory: Path, target: Path) -> DraftHead:
+def load_head(method: str, directory: Path, target: Path, in_one_pass: bool = False) -> DraftHead:
     """Checks and loads a head on one device, as the engine does."""
     device, config = SingleDeviceSharding(jax.devices()[0]), read_model_config(target)
-    source = find_head(method, directory, config)
+    source = find_head(method, directory, config, in_one_pass=in_one_pass)
     head = source.abstract(Scope(), lambda axes: device)
     source.check(head, model_listings(config))
     return head.merge_module(source.load(head, model_listings(config)))

@@ -109,7 +109,8 @@ class EngineConfig:
             its most likely tokens (``greedy``); with ``parallel_drafting: true`` it guesses all in one pass, for which
             it must have been trained (PARD). ``eagle`` and ``eagle3`` draft with an EAGLE or EAGLE-3 head
             (``model``), ``mtp`` with the model's own layer for multi-token prediction, all with
-            ``draft_sample_method``. Of these four, requests with structured outputs take what their grammar forces
+            ``draft_sample_method``; ``parallel_drafting`` is also for EAGLE-3 heads that were trained for it
+            (P-EAGLE). Of these four, requests with structured outputs take what their grammar forces
             alone. With ``deterministic``, completions are bit for bit those without drafts; otherwise drafts affect
             them no more than other requests in a batch do. With every method, tokens that a grammar or a thinking
             budget forces are drafts too; with ``grammar``, only these are. Each step verifies fewer drafts, or none,

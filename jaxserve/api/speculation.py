@@ -88,7 +88,7 @@ METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "parallel_drafting",
         ),
         "eagle": (*_COMMON, *_HEAD),
-        "eagle3": (*_COMMON, *_HEAD),
+        "eagle3": (*_COMMON, *_HEAD, "parallel_drafting"),
         "mtp": (*_COMMON, "draft_tensor_parallel_size", "draft_sample_method"),
     }
 )

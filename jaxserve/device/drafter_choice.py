@@ -20,7 +20,7 @@ from jaxserve.models.loading import check_weights, find_model_directory, read_mo
 
 logger = logging.getLogger(__name__)
 _MASK_TOKENS: Final = ("pard_token", "mask_token_id", "ptd_token_id")
-"""Keys of the config.json of draft models that guess several tokens in one pass."""
+"""Keys of the config.json of draft models and heads that guess several tokens in one pass."""
 
 
 def plan_drafter(config: EngineConfig, sharded: ShardedModel) -> Drafter | None:
@@ -50,8 +50,10 @@ def plan_drafter(config: EngineConfig, sharded: ShardedModel) -> Drafter | None:
         own["quantization"] = None
         forms = find_forms(dataclasses.replace(config, **own), model, directory)
     else:
-        head = find_head(method, directory, sharded.config, config.load_format)
+        in_one_pass = settings.get("parallel_drafting", False)
+        head = find_head(method, directory, sharded.config, config.load_format, in_one_pass)
         model, own["dtype"] = head.config, sharded.policy.weights
+        mask_token = _read_mask_token(name, directory, model) if head.in_one_pass else None
         specs, forms = head.outline(Scope(parallel=sharded.parallel)).kv_specs, DECODED
     policy, kernel = choose_kernels(
         dataclasses.replace(config, **own),
@@ -112,13 +114,13 @@ def _read_draft_model(config: EngineConfig, name: str, directory: Path, sharded:
 
 
 def _read_mask_token(name: str, directory: Path, model: ModelConfig) -> int:
-    """Return the token of a draft model that stands for those to come."""
+    """Return the token of a draft model or head that stands for those to come."""
     fields, path = read_model_fields(directory)
     key = next((each for each in _MASK_TOKENS if fields.get(each) is not None), None)
     if key is None:
         raise ConfigError(
             f"speculative_config.parallel_drafting: {name} drafts one token in a pass, as {path} has none of "
-            f"{', '.join(_MASK_TOKENS)}; use a draft model that was trained for it (PARD), or leave the key out"
+            f"{', '.join(_MASK_TOKENS)}; use one that was trained for it (PARD, P-EAGLE), or leave the key out"
         )
     found = fields[key]
     if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < model.vocab_size:

@@ -2,7 +2,7 @@
 
 The draft model takes in every token that the model took in and kept during the step, and the sampled ones, so that its
 keys and values are in the same pages at the same positions, whatever happened to a context before. Each further draft
-takes a pass over one token per row, unless the draft model guesses all in one (``parallel_drafting``). The host says
+takes a pass over one token per row, unless the drafter guesses all in one (``parallel_drafting``). The host says
 how many drafts the next rows want. Drafts stay on the device (``LatestTokens.drafts``), where the slot's next row reads
 them.
 """
@@ -178,10 +178,12 @@ class _Seen(NamedTuple):
     own: Float[Array, "T D"]
     first: Float[Array, "R D"]
 
-    def before(self, moved_to: Int[Array, " T"], begins: Int[Array, " R"], num_tokens: int) -> Float[Array, "tokens D"]:
-        """Return the state before each of ``num_tokens`` tokens: the step's are moved to ``moved_to``, and each row
-        begins at ``begins``."""
-        empty = jnp.zeros((num_tokens, self.own.shape[1]), self.own.dtype)
+    def before(self, tokens: DraftTokens, mask: Float[Array, " D"] | None) -> Float[Array, "tokens D"]:
+        """Return the state before each token that the drafter takes in; ``mask`` before mask tokens."""
+        shape, moved_to, begins = (len(tokens.tokens), self.own.shape[1]), tokens.moved_to, tokens.begins
+        empty = (
+            jnp.zeros(shape, self.own.dtype) if mask is None else jnp.broadcast_to(mask.astype(self.own.dtype), shape)
+        )
         return empty.at[moved_to + 1].set(self.own, mode="drop").at[begins].set(self.first, mode="drop")
 
 
@@ -268,7 +270,10 @@ class _Run(NamedTuple):
             given = {"positions": tokens.positions, "token_rows": tokens.row_of}
             batch = row_of_each_token(batch | given, tokens.row_of < shape.num_rows)
         places = self._places(tokens.positions, tokens.row_of, rows.page_table)
-        before = None if seen is None else seen.before(tokens.moved_to, tokens.begins, len(tokens.tokens))
+        before = None
+        if seen is not None:
+            assert isinstance(self.model, DraftHead) and self.target is not None
+            before = seen.before(tokens, self.model.mask_state(self.target))
         return self._through(tokens.tokens, tokens.positions, tokens.row_of, batch, places, pools, splits, before)
 
     def go_on(self, taken: _Taken, drafts: Int[Array, " R"], count: Int[Array, ""]) -> _Taken:

@@ -1,8 +1,8 @@
-"""Drafting in one pass (PARD, arXiv:2504.18583): mask tokens after the sampled one stand for the tokens to come.
+"""Drafting in one pass (PARD, arXiv:2504.18583; P-EAGLE): mask tokens after the sampled one stand for those to come.
 
-The draft model has learned to guess, at each mask token, the token after those that the mask tokens up to it stand for.
-So it is read once for all drafts of a row. What mask tokens leave in its pages is overwritten by the next step, which
-takes in the tokens that are there then.
+The draft model or head has learned to guess, at each mask token, the token after those that the mask tokens up to it
+stand for. So it is read once for all drafts of a row. What mask tokens leave in its pages is overwritten by the next
+step, which takes in the tokens that are there then.
 """
 
 from collections.abc import Callable

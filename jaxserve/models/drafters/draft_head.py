@@ -85,6 +85,11 @@ class DraftHead(nnx.Module, ABC):
     def next_state(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return the states of tokens that the target has not seen, from the last layer's output."""
 
+    def mask_state(self, target: CausalLM) -> Float[Array, " D"] | None:
+        """Return the state that stands for one that is not known, before mask tokens; None if it was not trained to
+        guess several tokens in one pass."""
+        return None
+
     @abstractmethod
     def names_of(self, tensor: str) -> tuple[str, ...]:
         """Return the names that a tensor has in each form of checkpoints; see ``CausalLM.names_of``."""

@@ -38,6 +38,11 @@ class HeadSource:
         """Layers of the target whose inputs the head reads."""
         return self.config.aux_layers if isinstance(self.config, Eagle3Config) else ()
 
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether the head guesses all tokens in one pass, at mask tokens."""
+        return isinstance(self.config, Eagle3Config) and self.config.mask_size is not None
+
     def build(self, scope: Scope) -> DraftHead:
         """Build the head in the target's scope; each device has all rows of its hidden states, and its own output
         head's logits."""
@@ -80,7 +85,9 @@ class HeadSource:
         return load_weights(self.directory, head, whole, self.load_format)
 
 
-def find_head(method: str, directory: Path, target: ModelConfig, load_format: str = "auto") -> HeadSource:
+def find_head(
+    method: str, directory: Path, target: ModelConfig, load_format: str = "auto", in_one_pass: bool = False
+) -> HeadSource:
     """Return the draft head of a method.
 
     Args:
@@ -88,6 +95,7 @@ def find_head(method: str, directory: Path, target: ModelConfig, load_format: st
         directory: The head's directory; for ``mtp`` the target's.
         target: The target.
         load_format: As in ``EngineConfig``.
+        in_one_pass: As in ``read_eagle3``.
 
     Raises:
         ConfigError: The target has no such layer, or the head is not one of this target.
@@ -95,5 +103,6 @@ def find_head(method: str, directory: Path, target: ModelConfig, load_format: st
     """
     if method == "mtp":
         return HeadSource(directory, mtp_config(target), load_format)
-    read = {"eagle": read_eagle, "eagle3": read_eagle3}[method]
-    return HeadSource(directory, read(directory, target, load_format), load_format)
+    if method == "eagle":
+        return HeadSource(directory, read_eagle(directory, target, load_format), load_format)
+    return HeadSource(directory, read_eagle3(directory, target, load_format, in_one_pass), load_format)
