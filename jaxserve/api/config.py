@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.api.config_checks import check_settings, parse_length, parse_mesh
-from jaxserve.api.speculation import DEVICE_METHODS
+from jaxserve.api.speculation import DEVICE_METHODS, takes_in_blocks
 from jaxserve.api.vllm_arguments import SERVER_ONLY, log_ignored
 from jaxserve.api.vllm_engine_arguments import NO_EFFECT, REFUSED
 
@@ -109,13 +109,13 @@ class EngineConfig:
             its most likely tokens (``greedy``); with ``parallel_drafting: true`` it guesses all in one pass, for which
             it must have been trained (PARD). ``eagle`` and ``eagle3`` draft with an EAGLE or EAGLE-3 head
             (``model``), ``mtp`` with the model's own layer for multi-token prediction, all with
-            ``draft_sample_method``; ``parallel_drafting`` is also for EAGLE-3 heads that were trained for it
-            (P-EAGLE). Of these four, requests with structured outputs take what their grammar forces
-            alone. With ``deterministic``, completions are bit for bit those without drafts; otherwise drafts affect
-            them no more than other requests in a batch do. With every method, tokens that a grammar or a thinking
-            budget forces are drafts too; with ``grammar``, only these are. Each step verifies fewer drafts, or none,
-            where that is faster by measured times and acceptance; ``enable_adaptive_verification: false`` always
-            verifies all.
+            ``draft_sample_method``; ``parallel_drafting`` is also for EAGLE-3 heads that were trained for it (P-EAGLE).
+            ``dflash`` drafts with a DFlash head (``model``), a whole block in one pass. Of these five, requests with
+            structured outputs take what their grammar forces alone. With ``deterministic``, completions are bit for bit
+            those without drafts; otherwise drafts affect them no more than other requests in a batch do. With every
+            method, tokens that a grammar or a thinking budget forces are drafts too; with ``grammar``, only these are.
+            Each step verifies fewer drafts, or none, where that is faster by measured times and acceptance;
+            ``enable_adaptive_verification: false`` always verifies all.
         spec_method: Short for the key ``method`` of ``speculative_config``.
         spec_model: Short for its key ``model``.
         spec_tokens: Short for its key ``num_speculative_tokens``.
@@ -244,6 +244,14 @@ class EngineConfig:
         """Drafts that a model on the device makes per sequence and step; 0 without one."""
         is_on_device = self.speculative_config is not None and self.speculative_config["method"] in DEVICE_METHODS
         return self.num_speculative_tokens if is_on_device else 0
+
+    @property
+    def num_lookahead(self) -> int:
+        """Tokens after a row that a model on the device takes in; 0 without one."""
+        drafts = self.num_device_drafts
+        return drafts + (
+            drafts > 0 and self.speculative_config is not None and takes_in_blocks(self.speculative_config)
+        )
 
     @property
     def adapts_drafts(self) -> bool:

@@ -15,6 +15,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.weight_forms import DECODED
 from jaxserve.models.abstract import AbstractModel, check_tensor_size, outline
+from jaxserve.models.drafters.dflash import DFlashConfig
 from jaxserve.models.drafters.source import find_head
 from jaxserve.models.loading import check_weights, find_model_directory, read_model_config, read_model_fields
 
@@ -53,7 +54,9 @@ def plan_drafter(config: EngineConfig, sharded: ShardedModel) -> Drafter | None:
         in_one_pass = settings.get("parallel_drafting", False)
         head = find_head(method, directory, sharded.config, config.load_format, in_one_pass)
         model, own["dtype"] = head.config, sharded.policy.weights
-        mask_token = _read_mask_token(name, directory, model) if head.in_one_pass else None
+        if head.in_one_pass:
+            own_mask = model.mask_token if isinstance(model, DFlashConfig) else None
+            mask_token = _read_mask_token(name, directory, model) if own_mask is None else own_mask
         specs, forms = head.outline(Scope(parallel=sharded.parallel)).kv_specs, DECODED
     policy, kernel = choose_kernels(
         dataclasses.replace(config, **own),

@@ -19,7 +19,7 @@ from jaxserve.layers.params import matrix
 from jaxserve.layers.sparse_mlp import replicated_linear
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_layer, build_mlp, build_norm
-from jaxserve.models.drafters.draft_head import DraftHead, TokenIds
+from jaxserve.models.drafters.draft_head import ChainHead, TokenIds
 
 _MASK_STATE: Final = "mask_hidden"
 
@@ -90,7 +90,7 @@ class Eagle3Layer(DecoderLayer):
         return run_mlp(self.mlp, state, norm=self.mlp_norm, residual=state, num_rows=num_rows)[0]
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(ChainHead):
     """The head: a projection of the target's hidden states, and the layers of a Llama.
 
     Args:
