@@ -23,9 +23,9 @@ from checkpoints import (
     resolve_model,
 )
 from checkpoints.quantized.on_load import METHODS, SHORT_NAMES, Made, OnLoadReader
-from checkpoints.quantized.planes import Planes
+from checkpoints.quantized.planes import Blocks, Planes, Words, pairs_of
 from checkpoints.quantized.reader import QuantizedReader, keep_records, quantized_in
-from checkpoints.quantized.records import Kept
+from checkpoints.quantized.records import Kept, Records
 from checkpoints.quantized.settings import is_openai_config, read_settings
 from checkpoints.recipe_check import MAX_LISTED
 from jaxserve.api.config_checks import DTYPES
@@ -43,7 +43,7 @@ from jaxserve.models.openai_config import fields_of_openai
 from jaxserve.models.output_head import choose_head, model_listings
 from jaxserve.models.registry import config_from_hf
 from jaxserve.models.text_half import text_fields
-from pallas_kernels import dequantize_native
+from pallas_kernels import dequantize_native, records_native
 from pallas_kernels.native_library import unavailable
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ def _open(directory: Path, model: AbstractModel, listings: Listings, load_format
     reader = open_checkpoint(directory, listings, load_format)
     quantized, kept = quantized_in(reader), _kept(model, model.recipes_for(reader.tensors))
     if quantized is not None:
-        quantized.decode = decode
+        quantized.decode, quantized.pack = decode, pack
         keep_records(reader, kept)
         return reader
     if not kept:
@@ -272,10 +272,32 @@ def _kept(model: AbstractModel, recipes: Mapping[str, TensorRecipe]) -> dict[str
 
 def decode(planes: Planes, result: np.ndarray) -> None:
     """Write decoded weights into an array, with the native kernel where there is one: the same bits, faster."""
-    if result.dtype in dequantize_native.RESULT_DTYPES and unavailable() is None:
-        dequantize_native.dequantize(result, *planes[:-1])
-    else:
+    if result.dtype not in dequantize_native.RESULT_DTYPES or unavailable() is not None:
         planes.decode_into(result)
+        return
+    codes, blocks = _in_rows(planes)
+    dequantize_native.dequantize(result, codes, *planes[1:-2], blocks)
+
+
+def pack(records: Records, planes: Planes, span: int, result: np.ndarray) -> None:
+    """Write weights into an array as rows of records, with the native kernel where there is one."""
+    if unavailable() is not None:
+        records.pack_into(planes, span, result)
+        return
+    codes, blocks = _in_rows(planes)
+    groups = None if planes.columns is None else planes.columns[::span]
+    numbers, added = records.numbers(planes), records.added(planes)
+    halves = records.values == "uint4"
+    records_native.pack(result, codes, blocks, added, halves, span, numbers, planes.rows, groups)
+
+
+def _in_rows(planes: Planes) -> tuple[np.ndarray, Blocks | None]:
+    """Return codes in rows, or in rows of blocks, and how these hold them."""
+    words = planes.blocks
+    if not isinstance(words, Words):
+        return planes.codes, words
+    codes = records_native.turned(planes.codes, words.places)[words.first : words.first + words.num_rows]
+    return codes, pairs_of(len(planes.codes))
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, platform: str, has_bfloat16: bool = True) -> str:
