@@ -1,6 +1,7 @@
 """Loads weights from a checkpoint onto devices, for the engine and for use in a notebook."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -167,8 +168,8 @@ def check_weights(directory: Path, model: AbstractModel, load_format: str = "aut
             quantized.check()
             _log_quantization(quantized)
         elif isinstance(reader, OnLoadReader):
-            what = METHODS[model.forms.method or ""].text
-            logger.info("%d weights are quantized while they are loaded: %s", len(reader.made), what)
+            for method, count in Counter(made.method for made in reader.made.values()).items():
+                logger.info("%d weights are quantized while they are loaded: %s", count, method.text)
 
 
 def _log_ignored(reader: CheckpointReader, recipes: Mapping[str, TensorRecipe]) -> None:
@@ -242,21 +243,31 @@ def load_weights(
 
 def _open(directory: Path, model: AbstractModel, listings: Listings, load_format: str) -> CheckpointReader:
     """Open a checkpoint, or random numbers for a model."""
-    if load_format == "dummy":
-        return DummyReader(model.listings[0])
-    reader = open_checkpoint(directory, listings, load_format)
-    quantized, kept = quantized_in(reader), _kept(model, model.recipes_for(reader.tensors))
+    is_dummy = load_format == "dummy"
+    reader = DummyReader(model.listings[0]) if is_dummy else open_checkpoint(directory, listings, load_format)
+    recipes = model.recipes_for(reader.tensors)
+    quantized, kept = quantized_in(reader), _kept(model, recipes)
     if quantized is not None:
         quantized.decode, quantized.pack = decode, pack
         keep_records(reader, kept)
         return reader
     if not kept:
         return reader
-    method = model.forms.method
-    if method is None:
+    methods = _methods(model, recipes)
+    if not methods.keys() >= kept.keys():
         reader.close()
         raise CheckpointError(f"{directory}: its weights are no longer quantized as when the engine was planned")
-    return OnLoadReader(reader, {name: Made(METHODS[method], each) for name, each in kept.items()})
+    return OnLoadReader(reader, {name: Made(METHODS[methods[name]], each) for name, each in kept.items()})
+
+
+def _methods(model: AbstractModel, recipes: Mapping[str, TensorRecipe]) -> dict[str, str]:
+    """Return what quantizes tensors while they are loaded, by their names in the checkpoint."""
+    return {
+        own: model.forms.methods[name]
+        for path, param in model.logical.items()
+        for (name, _), (own, _) in zip(param.recipe.sources, recipes[path].sources, strict=True)
+        if name in model.forms.methods
+    }
 
 
 def _kept(model: AbstractModel, recipes: Mapping[str, TensorRecipe]) -> dict[str, Kept]:
