@@ -44,6 +44,10 @@ class EngineConfig:
             "stored" keeps them in memory as they are in the file, "decoded" as floats of ``dtype``; "auto" (the
             default) keeps them where native CPU kernels multiply by them. ``activations``: "int8" rounds the rows that
             they multiply to 8 bits, in groups of the weight's; null (the default) only where the file's format does.
+            Of a float checkpoint, ``linear``, ``moe`` and ``head`` quantize the matrices of layers, those of experts
+            and the output head while they are loaded: by a method that ``quantization`` takes, or not (null). Without
+            a key, layers and experts follow ``quantization`` and the head stays. ``targets`` has methods of modules
+            by name, such as ``{"re:.*down_proj": "int8"}``, and ``ignore`` lists modules that stay floats.
         hf_overrides: Values that replace those of ``config.json``.
         generation_config: Source of default sampling parameters: ``auto`` reads the model's generation_config.json,
             ``vllm`` uses none, anything else is a directory with that file. ``max_new_tokens`` in such a directory also

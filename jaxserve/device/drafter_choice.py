@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
+from jaxserve.api.quantization import without_rules
 from jaxserve.device.kernel_choice import choose_kernels
 from jaxserve.device.sharded_model import Drafter, ShardedModel
 from jaxserve.device.weight_choice import find_forms
@@ -48,7 +49,7 @@ def plan_drafter(config: EngineConfig, sharded: ShardedModel) -> Drafter | None:
         head, model = None, _read_draft_model(config, name, directory, sharded)
         mask_token = _read_mask_token(name, directory, model) if settings["parallel_drafting"] else None
         specs = tuple(attended(outline(model, Scope(parallel=sharded.parallel)).kv_specs))
-        own["quantization"] = None
+        own |= {"quantization": None, "quantization_config": without_rules(config.quantization_config)}
         forms = find_forms(dataclasses.replace(config, **own), model, directory)
     else:
         in_one_pass = settings.get("parallel_drafting", False)
