@@ -13,7 +13,7 @@ from jaxserve.scheduling.prefix_cache import TOKEN_BYTES, pack_tokens
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.state_allocator import Checkpoint, StateAllocator
 
-_GENERATION_PROMPT = 16  # most tokens that templates put before an answer
+_GENERATION_PROMPT = 16  # tokens before an answer, of a prompt that does not say how many
 _DISTANCE = 256
 _PLENTY = 4  # free pages for checkpoints, times the pages of a prompt, from which each of its pages gets one
 
@@ -98,8 +98,9 @@ class ContextStates:
         """Return the lengths after which to keep states, each with whether there is no better reason than distance."""
         if not self.allocator.keeps_checkpoints:
             return []
-        last, prompt = len(sequence.token_ids) - 1, sequence.num_prompt_tokens
-        lengths = [prompt - _GENERATION_PROMPT, num_common, *([prompt - 1] if sequence.followers else [])]
+        last, prompt, ending = len(sequence.token_ids) - 1, sequence.num_prompt_tokens, sequence.num_generation_tokens
+        ending = max(1, _GENERATION_PROMPT if ending < 0 else ending)  # the same prompt has a token to compute
+        lengths = [prompt - ending, num_common, *([prompt - 1] if sequence.followers else [])]
         wanted = {length: False for length in lengths if start < length <= last}
         if self._admits_whole:
             return sorted(wanted.items())[-1:]

@@ -117,6 +117,8 @@ class Sequence:
         reads_cache: Whether cached pages of other sequences may be used.
         constraint: Structured output, if requested.
         stop_strings: Text so far, if the request has stop strings; other text is made when it is read.
+        num_generation_tokens: Last tokens of the prompt that begin the answer, which the next turn of a conversation
+            may not repeat; -1 if they are not known.
         followers: Further samples of the same prompt; the scheduler enqueues them once this one's prompt is computed.
         num_cached_tokens: Prompt tokens found in the prefix cache when first admitted; -1 before.
         num_shared_tokens: Prompt tokens whose keys and values the prefix cache had then.
@@ -162,6 +164,7 @@ class Sequence:
     reads_cache: bool = True
     constraint: Constraint | None = None
     stop_strings: StopStrings | None = None
+    num_generation_tokens: int = -1
     followers: list["Sequence"] = dataclasses.field(default_factory=list["Sequence"])
     num_cached_tokens: int = -1
     num_shared_tokens: int = 0
