@@ -191,14 +191,9 @@ class ContextPages:
             pass
         return min(end, sequence.num_pages * self._page_size)
 
-    def row_end(self, sequence: Sequence, end: int) -> int:
-        """Return where a row with tokens up to ``end`` has to end, to keep the state there."""
-        return end if self.states is None else self.states.row_end(sequence, end)
-
     def snapshots(self, sequence: Sequence, row: int, start: int, end: int) -> list[StateSnapshot]:
         """Return the states to keep from within a row of tokens from ``start`` to ``end``."""
-        found = None if self.states is None else self.states.snapshot(sequence, row, start, end)
-        return [] if found is None else [found]
+        return [] if self.states is None else self.states.snapshots(sequence, row, start, end)
 
     def with_lookahead(self, sequence: Sequence, end: int) -> int:
         """Return the position up to which a sequence with tokens up to ``end`` should have pages if any are free."""

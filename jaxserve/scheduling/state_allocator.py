@@ -21,7 +21,8 @@ class Checkpoint:
         page: Its state page.
         parent: Key of the last full page of its context.
         content: Packed tokens of its context after that page.
-        num_new_tokens: Tokens between the checkpoint before it and this one when it was made: what it saves.
+        num_new_tokens: Tokens between the checkpoint before it and this one when it was made: what it saves. Of one
+            that is not spare, those that are do not count, as they are dropped before it.
         is_spare: Whether it was made for no better reason than its distance from others. Until its first hit, it is
             dropped before those that are not.
         num_hits: Contexts that went on from it.
@@ -108,7 +109,7 @@ class StateAllocator:
         Args:
             parent: Key of the last full page of its context.
             content: Tokens of its context after that.
-            num_new_tokens: Tokens since the checkpoint before it.
+            num_new_tokens: As in ``Checkpoint``.
             is_spare: As in ``Checkpoint``.
 
         Returns:
