@@ -4,11 +4,12 @@ A context can go on from a checkpoint only where the cache has the keys and valu
 the cached pages up to there: those after it are computed again, into pages of its own, so that no page of others is
 written. States are kept where they are likely to be needed: before the part of a prompt that templates put before the
 answer, which the next turn of a conversation does not repeat; where a prompt leaves a cached one, as others may too; at
-the end of a context, whose state then is the checkpoint; and by distance, while there is room.
+the end of a context, whose state then is the checkpoint; and by distance, while there is room, also while a context
+decodes.
 """
 
 from jaxserve.scheduling.page_allocator import PageAllocator
-from jaxserve.scheduling.plan import SchedulerLimits, StateSnapshot
+from jaxserve.scheduling.plan import PageCopy, SchedulerLimits, StateSnapshot
 from jaxserve.scheduling.prefix_cache import TOKEN_BYTES, pack_tokens
 from jaxserve.scheduling.sequence import Sequence, WantedState
 from jaxserve.scheduling.state_allocator import Checkpoint, StateAllocator
@@ -29,6 +30,7 @@ class ContextStates:
     def __init__(self, allocator: StateAllocator, page_size: int):
         self.allocator = allocator
         self._page_size = page_size
+        self._distance = -(-_DISTANCE // page_size) * page_size
 
     def find(self, sequence: Sequence, num_common: int) -> tuple[Checkpoint, int] | None:
         """Return the deepest checkpoint to go on from, and its length; at least one token is left to compute.
@@ -65,6 +67,26 @@ class ContextStates:
                 found.append(StateSnapshot(row, length - start, page))
         return found
 
+    def is_due(self, sequence: Sequence) -> bool:
+        """Return whether the state of a decoding sequence is to be kept as it is before the next row."""
+        length = sequence.num_computed
+        return self.allocator.keeps_checkpoints and not length % self._distance and length <= len(sequence.token_ids)
+
+    def keep_running(self, sequence: Sequence) -> list[PageCopy]:
+        """Return the copy of a decoding sequence's state to a checkpoint, unless there is one or no room for it.
+
+        The steps that are planned have all tokens of the state, and the host knows them.
+        """
+        key = self._key(sequence, sequence.num_computed)
+        page = self.allocator.reserve(*key, self._distance, is_spare=True)
+        return [] if page is None else [PageCopy(sequence.state_page, page)]
+
+    def was_dropped(self, sequence: Sequence, start: int, end: int) -> bool:
+        """Return whether a checkpoint between two lengths of a sequence's context was dropped for others."""
+        pages = range(start // self._page_size, end // self._page_size + 1)
+        dropped, keys = self.allocator.dropped, sequence.page_keys
+        return any(dropped.has(keys[index], self._content(sequence, index, end)) for index in pages)
+
     def release(self, sequence: Sequence) -> None:
         """Free the state page of a sequence; where the state is that of known tokens, it becomes a checkpoint.
 
@@ -96,7 +118,7 @@ class ContextStates:
         wanted = {length: False for length in lengths if start < length <= last}
         num_pages = last // self._page_size
         is_plenty = self.allocator.num_spare >= _PLENTY * num_pages
-        distance = self._page_size if is_plenty else -(-_DISTANCE // self._page_size) * self._page_size
+        distance = self._page_size if is_plenty else self._distance
         for length in range((start // distance + 1) * distance, last + 1, distance):
             wanted.setdefault(length, True)
         states, before, before_firm = list[WantedState](), start, start

@@ -333,6 +333,7 @@ class Scheduler:
             if self._preempt_last(step) is sequence:
                 return False
         step.plan.grants += self.pages.grants(sequence)
+        step.plan.state_copies += self.pages.states_on_the_way(sequence)
         return True
 
     def _schedule_prefills(self, budget: int, step: Step) -> int:

@@ -12,6 +12,8 @@ writes it (``settle``), as copies run before a step.
 import dataclasses
 from collections.abc import Iterator
 
+from jaxserve.scheduling.dropped_contexts import DroppedContexts
+
 
 @dataclasses.dataclass(slots=True)
 class Checkpoint:
@@ -45,6 +47,9 @@ class Checkpoint:
 class StateAllocator:
     """Allocates state pages ``0 .. num_pages - 1`` to running sequences and to checkpoints.
 
+    Attributes:
+        dropped: Contexts of the latest checkpoints that were dropped for others.
+
     Args:
         num_pages: Number of state pages.
         max_running: Most sequences that have one; the other pages are for checkpoints, as are those of no sequence.
@@ -59,6 +64,7 @@ class StateAllocator:
         self._spares: dict[int, Checkpoint] = {}  # those that were never hit
         self._after: dict[bytes, dict[bytes, Checkpoint]] = {}
         self._unsettled: set[int] = set()
+        self.dropped = DroppedContexts()
         self._clock = 0
 
     @property
@@ -153,12 +159,15 @@ class StateAllocator:
         """Remove all checkpoints."""
         for each in [*self._checkpoints.values()]:
             self._remove(each)
+        self.dropped.clear()
 
     def _is_known(self, parent: bytes, content: bytes) -> bool:
         """Whether there is a checkpoint of a context, which is then as young as a new one."""
         known = self._after.get(parent, {}).get(content)
         if known is not None:
             known.last_used = self._clock
+            if known.page in self._spares:
+                self._spares[known.page] = self._spares.pop(known.page)
         return known is not None
 
     def _add(self, checkpoint: Checkpoint) -> int:
@@ -189,14 +198,15 @@ class StateAllocator:
         Args:
             below_spare: Whether only one that was made for its distance, and never hit, may be dropped.
         """
-        clock, least = self._clock, None
-        for checkpoints in (self._spares,) if below_spare else (self._spares, self._checkpoints):
-            least = least or min(self._settled(checkpoints), key=lambda each: each.value(clock), default=None)
-        return least
+        spare = next(self._settled(self._spares), None)  # the oldest: all save about as much
+        if spare is not None or below_spare:
+            return spare
+        return min(self._settled(self._checkpoints), key=lambda each: each.value(self._clock), default=None)
 
     def _drop_least(self, below_spare: bool = False) -> bool:
         """Drop the least valuable checkpoint, as ``_least`` returns it; return False if there is none."""
         least = self._least(below_spare)
         if least is not None:
             self._remove(least)
+            self.dropped.add(least.parent, least.content)
         return least is not None

@@ -26,10 +26,13 @@ class StatePages(Pages):
         self.state_pages: dict[int, int] = {}
         self.contexts: dict[int, Context] = {}
         self.num_kept = 0  # states of rows of which others were kept too
+        self.num_decode_copies = 0  # states kept before a decode row
 
     def run(self, plan: StepPlan, running: list[Sequence]) -> list[list[int]]:
         """The tokens of each row: every row goes on from the state in its page, or from nothing."""
         self.state_pages |= {setup.slot: setup.state_page for setup in plan.setups}
+        admitted = {setup.state_page for setup in plan.setups}
+        self.num_decode_copies += sum(copy.target not in admitted for copy in plan.state_copies)
         for start in range(0, len(plan.state_copies), COPIES_AT_ONCE):
             copies = plan.state_copies[start : start + COPIES_AT_ONCE]
             for copy, state in zip(copies, [self.states[copy.source] for copy in copies], strict=True):
@@ -71,6 +74,8 @@ class StateEvents(Events):
         )
         self.windows = [None]
         self.scheduler = Scheduler(limits, self.allocator)
+        assert self.scheduler.pages.states is not None
+        self.scheduler.pages.states._distance = page_size * int(rng.choice([1, 2]))  # contexts are short
         self.pages = self.device = StatePages(num_states, num_pages, page_size, num_stages)
         self.room = num_pages * page_size
 
@@ -145,6 +150,7 @@ def test_random_events_meet_what_they_are_meant_to() -> None:
     assert sum(each.scheduler.pages.num_hit_tokens for each in runs) > 150
     assert sum(each.states.num_checkpoints for each in runs) > 30
     assert sum(each.device.num_kept for each in runs) > 30
+    assert sum(each.device.num_decode_copies for each in runs) > 10
 
 
 def test_no_prompt_is_cut_for_the_states_that_are_kept_of_it() -> None:
