@@ -79,6 +79,11 @@ class StartedEngine:
     total_s: float
 
     @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return self.plan.models[0].num_states > 0
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
 
