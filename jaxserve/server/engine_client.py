@@ -18,19 +18,18 @@ from jaxserve.api.errors import ConfigError, EngineDeadError, RequestError
 from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.request import Request
+from jaxserve.frames import HEADER, FrameError, check_length
 from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.output_collector import OutputCollector
 from jaxserve.server.renderers import Renderers
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import (
-    HEADER,
     MAX_FROM_ENGINE_BYTES,
     MAX_TO_ENGINE_BYTES,
     Cancel,
     EngineInfo,
     Failure,
-    FrameError,
     FromEngine,
     Outputs,
     Query,
@@ -39,7 +38,6 @@ from jaxserve.server.wire import (
     Stop,
     Submit,
     ToEngine,
-    check_length,
     pack,
     unpack,
 )

@@ -22,21 +22,19 @@ from jaxserve.engine.loop import Loop
 from jaxserve.engine.model_defaults import generation_defaults
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.frames import HEADER, FrameError, check_length
 from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.reshard.resharding import Resharder
 from jaxserve.server.engine_process.outbox import Outbox
 from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.wire import (
-    HEADER,
     MAX_TO_ENGINE_BYTES,
     EngineInfo,
     Failure,
-    FrameError,
     Start,
     Stop,
     ToEngine,
-    check_length,
     sendable_error,
     unpack,
 )
