@@ -24,6 +24,7 @@ from jaxserve.layers.attention import Pools
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS
 from jaxserve.scheduling.plan import ON_DEVICE, ChunkTargets, PageCopy, PageGrant, Sampling, SlotSetup, StepPlan
 from jaxserve.scheduling.row_starts import as_array
+from sharding import put
 
 
 class PendingStep(NamedTuple):
@@ -125,7 +126,7 @@ class LocalRunner:
         self._forget_steps()
         model, shapes = self._last.model, self._last.buckets.shapes()
         self._open_masks = {
-            samples: jax.device_put(np.full((model.num_lanes * samples, words), -1, np.int32), model.rows_sharding)
+            samples: put(np.full((model.num_lanes * samples, words), -1, np.int32), model.rows_sharding)
             for samples, words in {model.mask_shape(shape.sampler.num_samples) for shape in shapes}
         }
 

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import jax
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints import CheckpointError, CheckpointReader, is_gguf, open_checkpoint
@@ -15,6 +14,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.weight_forms import DECODED, WeightForms
 from jaxserve.models.abstract import AbstractModel, abstract_model
+from sharding import own_device
 
 _IS_ROUTER = re.compile(r"\.(router|shared\.gate)\.")
 
@@ -44,7 +44,7 @@ def read_forms(
         return DECODED
     if load_format == "dummy" or (method is None and not is_quantized):
         return DECODED
-    model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(jax.devices()[0]))
+    model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(own_device()))
     if method is not None:
         return WeightForms(_made(model, METHODS[method]), activations, method)
     try:
@@ -60,7 +60,7 @@ def quantizable(config: ModelConfig, directory: Path) -> list[str]:
     Raises:
         CheckpointError: It cannot be read.
     """
-    model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(jax.devices()[0]))
+    model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(own_device()))
     with open_checkpoint(directory, lambda: model.listings) as reader:
         named = model.recipes_for(reader.tensors)
     chosen = _made(model, next(iter(METHODS.values())))
