@@ -42,6 +42,10 @@ class RemoteRunner:
         self._link = Connection(ours.detach())
         self.plans: list[bytes] = []
 
+    def warm_up(self) -> None:
+        """See ``Runner``."""
+        self._ask("warm_up")
+
     def launch(self, plans: Sequence[StepPlan]) -> None:
         """See ``Runner``."""
         self.plans.append(encode_plans(plans))
@@ -115,7 +119,7 @@ def serve(link: Connection, config: EngineConfig) -> None:
         methods: dict[str, Callable[..., Any]] = {
             "launch": lambda data: runner.launch(decode_plans(data)),
             "num_buffers": lambda: build.call_count,
-            **{name: getattr(runner, name) for name in ("collect", "reset", "close")},
+            **{name: getattr(runner, name) for name in ("warm_up", "collect", "reset", "close")},
         }
         while method != "close":
             method, *arguments = _unpack(link.recv_bytes())
