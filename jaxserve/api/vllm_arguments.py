@@ -29,7 +29,7 @@ class Argument(NamedTuple):
     accepted: tuple[Any, ...] | None = None
 
 
-ONE_HOST = "one host runs an engine"
+ONE_HOST = "`jaxserve serve` runs one engine over several hosts, other commands use this one"
 REPLICAS = "one process runs all replicas"
 
 SERVER_ONLY: Final[Mapping[str, Argument]] = MappingProxyType(
@@ -68,7 +68,6 @@ SERVE_NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
 
 SERVE_REFUSED: Final[Mapping[str, Argument]] = MappingProxyType(
     {
-        "headless": Argument(ONE_HOST, False),
         "lora_modules": Argument("adapters are not implemented: merge them into the model", ()),
         "middleware": Argument("put a proxy before the server", ()),
         "ssl_ciphers": Argument("Python's defaults are used"),
@@ -102,7 +101,8 @@ SAME_SERVE: Final = tuple(
     "enable_tokenizer_info_endpoint enable_log_requests enable_log_outputs max_log_len enable_request_id_headers "
     "disable_access_log_for_endpoints uvicorn_log_level root_path ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs "
     "enable_ssl_refresh allowed_origins allowed_methods allowed_headers allow_credentials max_num_queued_reqs "
-    "max_num_queued_tokens shutdown_timeout otlp_traces_endpoint".split()
+    "max_num_queued_tokens shutdown_timeout otlp_traces_endpoint nnodes node_rank master_addr master_port "
+    "headless".split()
 )
 """vLLM's arguments that are settings of the server."""
 

@@ -32,6 +32,8 @@ from jaxserve.engine.model_defaults import (
 )
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.replica import Replica
+from jaxserve.group.group_runner import lead
+from jaxserve.group.leader import Leader
 from jaxserve.layers.rope import has_length_regimes
 from jaxserve.models.loading import check_weights
 from jaxserve.parsers import AUTO, ParserNames
@@ -89,8 +91,12 @@ class StartedEngine:
         return self.tokenizer if self.tokenizer.hf is None else self.tokenizer.hf
 
 
-def start_engine(config: EngineConfig) -> StartedEngine:
+def start_engine(config: EngineConfig, leader: Leader | None = None) -> StartedEngine:
     """Plan, compile and load an engine. Once it returns, no step compiles.
+
+    Args:
+        config: Settings of the engine.
+        leader: The followers that have joined, if the engine runs in several processes; None: in this one.
 
     Raises:
         ConfigError: A setting is not valid for the model, the devices or the available memory.
@@ -99,7 +105,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     start = time.monotonic()
     if config.trust_remote_code:
         logger.warning("trust_remote_code=True has no effect: jaxserve never runs Python files that come with a model")
-    plan = plan_engine(config)
+    plan = plan_engine(config) if leader is None else leader.agree(config)
     default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
     check_vocabulary(tokenizer, plan.config.vocab_size)
@@ -113,7 +119,8 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     if AUTO in (config.tool_call_parser, config.reasoning_parser):
         logger.info("tool_call_parser: %s, reasoning_parser: %s", parsers.tools, parsers.reasoning)
     resident_before = resident_bytes()
-    runners, temporary_bytes, load_s, compile_s = make_runners(plan)
+    made, temporary_bytes, load_s, compile_s = make_runners(plan)
+    runners = made if leader is None else [lead(leader, each) for each in made]
     warm_up_s = warm_up_runners(runners) if config.warm_up else 0.0
     engine = assemble_engine(config, plan, tokenizer, parsers.reasoning, runners)
     ledger = make_ledger(config, plan, temporary_bytes, resident_before)

@@ -28,6 +28,7 @@ from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 from jaxserve.frames import Codec, Form, dataclass_form, enum_form
+from jaxserve.group.settings import GroupPlace
 from jaxserve.parsers import ParserNames
 from jaxserve.server.packed_logprobs import PackedLogprobs
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
@@ -45,6 +46,8 @@ class Start:
     engine_arguments: dict[str, Any]
     """Arguments of ``AsyncLLM``."""
     watchdog_timeout: float
+    group: GroupPlace | None = None
+    """Where the processes of a group meet; None: this one has all devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +171,7 @@ _CLASSES: tuple[type, ...] = (
         PackedLogprobs,
         model_pb2.Model,
     ),
-    *(ParserNames, Counter, Gauge, Histogram, tuple),
+    *(GroupPlace, ParserNames, Counter, Gauge, Histogram, tuple),
     *_ERRORS,
 )
 _LOGPROBS = {CompletionOutput: "logprobs", RequestOutput: "prompt_logprobs"}
