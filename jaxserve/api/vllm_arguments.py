@@ -101,10 +101,12 @@ SAME_SERVE: Final = tuple(
     "enable_tokenizer_info_endpoint enable_log_requests enable_log_outputs max_log_len enable_request_id_headers "
     "disable_access_log_for_endpoints uvicorn_log_level root_path ssl_keyfile ssl_certfile ssl_ca_certs ssl_cert_reqs "
     "enable_ssl_refresh allowed_origins allowed_methods allowed_headers allow_credentials max_num_queued_reqs "
-    "max_num_queued_tokens shutdown_timeout otlp_traces_endpoint nnodes node_rank master_addr master_port "
-    "headless".split()
+    "max_num_queued_tokens shutdown_timeout otlp_traces_endpoint".split()
 )
 """vLLM's arguments that are settings of the server."""
+
+SAME_GROUP: Final = ("nnodes", "node_rank", "master_addr", "master_port", "headless")
+"""vLLM's arguments that are settings of the processes of `jaxserve serve`."""
 
 RENAMED: Final[Mapping[str, str]] = MappingProxyType({"disable_uvicorn_access_log": "disable_access_log"})
 """vLLM's arguments that are settings of the server under another name."""

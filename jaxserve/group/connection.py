@@ -29,7 +29,7 @@ _NONCE_BYTES = 32
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Connection:
+class PeerConnection:
     """One side of a connection. Any thread may send; one at a time may receive.
 
     Attributes:
@@ -87,7 +87,7 @@ class Connection:
         self._link.close()
 
 
-def greet(connection: Connection, place: GroupPlace) -> Hello:
+def greet(connection: PeerConnection, place: GroupPlace) -> Hello:
     """Let a process that has connected show that it has the secret, and return what it says of itself.
 
     Raises:
@@ -109,12 +109,12 @@ def _has_secret(place: GroupPlace, nonce: bytes, hello: Any) -> bool:
     return hmac.compare_digest(hello.proof, _proof(place, nonce, hello))
 
 
-def welcome(connection: Connection, place: GroupPlace, hello: Hello) -> None:
+def welcome(connection: PeerConnection, place: GroupPlace, hello: Hello) -> None:
     """Accept a process that ``greet`` has returned, and show it that this one has the secret too."""
     connection.send(Welcome(_sign(place, b"leader", hello.nonce)))
 
 
-def introduce(connection: Connection, place: GroupPlace) -> None:
+def introduce(connection: PeerConnection, place: GroupPlace) -> None:
     """Show the leader that this process has the secret, and check that the leader has it.
 
     Raises:

@@ -23,7 +23,7 @@ from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.device.compiling import use_compilation_cache
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.start import make_runners
-from jaxserve.group.connection import Connection, introduce
+from jaxserve.group.connection import PeerConnection, introduce
 from jaxserve.group.digests import Digests
 from jaxserve.group.facts import early_facts, plan_facts
 from jaxserve.group.job import join_job
@@ -245,7 +245,7 @@ class Follower:
         self._digests = Digests()
 
 
-def _connected(place: GroupPlace) -> Connection:
+def _connected(place: GroupPlace) -> PeerConnection:
     """Connect to process 0, which may start later.
 
     Raises:
@@ -254,7 +254,9 @@ def _connected(place: GroupPlace) -> Connection:
     until_s = time.monotonic() + place.join_timeout
     while True:
         try:
-            connection = Connection(socket.create_connection((place.address, place.port), timeout=place.join_timeout))
+            connection = PeerConnection(
+                socket.create_connection((place.address, place.port), timeout=place.join_timeout)
+            )
             with contextlib.ExitStack() as failing:
                 failing.callback(connection.close)
                 introduce(connection, place)

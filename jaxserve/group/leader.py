@@ -13,7 +13,7 @@ from typing import Any
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.device.build import EnginePlan, plan_engine
-from jaxserve.group.connection import Connection, greet, machine_name, welcome
+from jaxserve.group.connection import PeerConnection, greet, machine_name, welcome
 from jaxserve.group.facts import difference, early_facts, least, plan_facts
 from jaxserve.group.job import join_job
 from jaxserve.group.members import Member, SilenceLimits
@@ -94,7 +94,7 @@ class Leader:
     def _accept(self, link: socket.socket, address: str, lock: threading.Lock) -> None:
         """Take a process in, or tell it why not."""
         link.settimeout(_HANDSHAKE_S)
-        connection = Connection(link)
+        connection = PeerConnection(link)
         try:
             hello = greet(connection, self.place)
             with lock:

@@ -8,7 +8,7 @@ import threading
 import time
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
-from jaxserve.group.connection import Connection
+from jaxserve.group.connection import PeerConnection
 from jaxserve.group.messages import CODEC, MAX_BYTES, Beat, Done, Failed, Hello, Stacks, ToFollower
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Member:
         connection: The connection to it.
     """
 
-    def __init__(self, hello: Hello, connection: Connection):
+    def __init__(self, hello: Hello, connection: PeerConnection):
         self.hello = hello
         self.connection = connection
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -122,7 +122,7 @@ class Steps:
             self._compare(number)
 
     def forget(self) -> None:
-        """Forget the steps in flight, whose results nobody waits for."""
+        """Forget the steps in flight, whose results are dropped."""
         with self._lock:
             self._in_flight.clear()
             self._own.clear()

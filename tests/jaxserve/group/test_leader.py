@@ -11,7 +11,7 @@ import pytest
 from jaxserve.api.errors import ConfigError, JaxserveError
 from jaxserve.device.runner_interface import StepResult
 from jaxserve.group import leader as leader_module
-from jaxserve.group.connection import Connection, introduce
+from jaxserve.group.connection import PeerConnection, introduce
 from jaxserve.group.digests import Digests
 from jaxserve.group.group_runner import GroupRunner
 from jaxserve.group.leader import Leader
@@ -77,11 +77,11 @@ class FakeFollower:
         return found
 
 
-def connected(place: GroupPlace) -> Connection:
+def connected(place: GroupPlace) -> PeerConnection:
     """A connection to the leader, which may not listen yet."""
     for _ in range(200):
         try:
-            return Connection(socket.create_connection((place.address, place.port), timeout=10))
+            return PeerConnection(socket.create_connection((place.address, place.port), timeout=10))
         except OSError:
             time.sleep(0.05)
     raise AssertionError("nobody listens")
@@ -213,7 +213,7 @@ def test_a_leader_without_the_secret_is_no_leader(port: int) -> None:
     with socket.create_server(("127.0.0.1", port)) as listener:
 
         def pretend() -> None:
-            connection = Connection(listener.accept()[0])
+            connection = PeerConnection(listener.accept()[0])
             connection.send(Joined(1))
             connection.close()
 
