@@ -46,6 +46,7 @@ from jaxserve.models.registry import config_from_hf
 from jaxserve.models.text_half import text_fields
 from pallas_kernels import dequantize_native, records_native
 from pallas_kernels.native_library import unavailable
+from sharding import own_device
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
     """
     directory = find_model_directory(str(model))
     config = choose_head(read_model_config(directory), directory)
-    device = jax.devices()[0]
+    device = own_device()
     policy = DtypePolicy.for_platform(
         resolve_dtype(dtype, config, device.platform, has_bfloat16_products()), device.platform
     )

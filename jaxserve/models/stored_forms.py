@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints import CheckpointError, CheckpointReader, is_gguf, open_checkpoint
@@ -15,6 +14,7 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.layers.weight_forms import DECODED, WeightForms
 from jaxserve.models.abstract import AbstractModel, abstract_model
 from jaxserve.models.quantized_parts import Rules, quantized_parts
+from sharding import own_device
 
 
 def read_forms(
@@ -45,7 +45,7 @@ def read_forms(
         return DECODED
     if rules is None and (load_format == "dummy" or not is_quantized):
         return DECODED
-    model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(jax.devices()[0]))
+    model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(own_device()))
     if rules is not None:
         records, methods = quantized_parts(model, rules)
         return WeightForms(records, activations, methods)
@@ -62,7 +62,7 @@ def quantizable(config: ModelConfig, directory: Path) -> list[str]:
     Raises:
         CheckpointError: It cannot be read.
     """
-    model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(jax.devices()[0]))
+    model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(own_device()))
     with open_checkpoint(directory, lambda: model.listings) as reader:
         named = model.recipes_for(reader.tensors)
     any_method = next(iter(METHODS))
