@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.layers import linear
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import abstract_head
-from jaxserve.models.drafters.draft_head import DraftHead
+from jaxserve.models.drafters.draft_head import ChainHead
 from jaxserve.models.drafters.mtp import MTPHead, mtp_config
 from jaxserve.models.drafters.source import find_head
 from jaxserve.models.loading import read_model_config
@@ -139,13 +139,15 @@ def _add_mtp(directory: Path, tensors: dict[str, np.ndarray], seed: int) -> dict
     return tensors
 
 
-def load_head(method: str, directory: Path, target: Path, in_one_pass: bool = False) -> DraftHead:
+def load_head(method: str, directory: Path, target: Path, in_one_pass: bool = False) -> ChainHead:
     """Checks and loads a head on one device, as the engine does."""
     device, config = SingleDeviceSharding(jax.devices()[0]), read_model_config(target)
     source = find_head(method, directory, config, in_one_pass=in_one_pass)
     head = source.abstract(Scope(), lambda axes: device)
     source.check(head, model_listings(config))
-    return head.merge_module(source.load(head, model_listings(config)))
+    module = head.merge_module(source.load(head, model_listings(config)))
+    assert isinstance(module, ChainHead)
+    return module
 
 
 def _random(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ from checkpoints import CheckpointError
 from jaxserve.api.errors import ConfigError
 from jaxserve.layers.attention import AttentionSettings, Pools, choose_attention
 from jaxserve.models.causal_lm import CausalLM, TokenBatch
-from jaxserve.models.drafters.draft_head import DraftHead
+from jaxserve.models.drafters.draft_head import ChainHead
 from jaxserve.models.drafters.eagle import read_eagle
 from jaxserve.models.drafters.eagle3_config import read_eagle3
 from jaxserve.models.drafters.mtp import MTP_ARCHITECTURES, mtp_config
@@ -50,7 +50,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CausalLM]:
     return directory, load_model(directory)
 
 
-def drafted(head: DraftHead, target: CausalLM, tokens: np.ndarray, states: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+def drafted(head: ChainHead, target: CausalLM, tokens: np.ndarray, states: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     """Logits after each token, and after a second pass over the token that the first drafted last.
 
     The state before each token is given; the first token has an index of 0, as positions count only relatively.

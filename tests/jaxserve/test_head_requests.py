@@ -19,7 +19,7 @@ from jaxserve.device.step_batch import LatestTokens
 from jaxserve.layers.attention import AttentionSettings, choose_attention
 from jaxserve.layers.kv_layout import attended
 from jaxserve.models.causal_lm import CausalLM, TokenBatch
-from jaxserve.models.drafters.draft_head import DraftHead
+from jaxserve.models.drafters.draft_head import ChainHead
 from jaxserve.models.loading import load_model
 from jaxserve.scheduling.draft_passes import DraftPasses
 from pallas_kernels import AttentionBatch
@@ -199,7 +199,7 @@ def latest_tokens(llm: LLM) -> LatestTokens:
     return runner._stages[-1].state.latest
 
 
-def offline_drafts(target: CausalLM, head: DraftHead, tokens: list[int]) -> list[int]:
+def offline_drafts(target: CausalLM, head: ChainHead, tokens: list[int]) -> list[int]:
     """The drafts after these tokens, from one pass over them for each; in all but the first of a head that needs one
     for all, mask tokens stand for drafts."""
     padded = np.zeros(LONGEST, np.int32)
@@ -223,7 +223,7 @@ def row_of(tokens: np.ndarray) -> TokenBatch:
     return TokenBatch(jnp.asarray(tokens), positions, jnp.full(LONGEST, LONGEST), (row,))
 
 
-def pools_of(module: CausalLM | DraftHead) -> tuple[list[Any], AttentionSettings]:
+def pools_of(module: CausalLM | ChainHead) -> tuple[list[Any], AttentionSettings]:
     """Empty pools, and settings of attention."""
     seen = attended(module.kv_specs)
     kernel = choose_attention(jax.devices()[0], "float32", "xla", seen[0].operation, page_size=LONGEST)
@@ -232,14 +232,14 @@ def pools_of(module: CausalLM | DraftHead) -> tuple[list[Any], AttentionSettings
     return pools, AttentionSettings(kernel.implementation, LONGEST, decode_only=False)
 
 
-def seen_states(target: CausalLM, head: DraftHead, tokens: np.ndarray) -> np.ndarray:
+def seen_states(target: CausalLM, head: ChainHead, tokens: np.ndarray) -> np.ndarray:
     pools, settings = pools_of(target)
     found = target.hidden(row_of(tokens), pools, settings, aux_layers=head.aux_layers)
     return np.array(head.seen_state(target, found.x, found.aux))
 
 
 def draft_at(
-    target: CausalLM, head: DraftHead, tokens: np.ndarray, before: np.ndarray, index: int
+    target: CausalLM, head: ChainHead, tokens: np.ndarray, before: np.ndarray, index: int
 ) -> tuple[np.ndarray, np.ndarray]:
     pools, settings = pools_of(head)
     batch = row_of(tokens)
