@@ -6,6 +6,8 @@ import importlib
 import importlib.metadata
 import json
 import logging
+import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from jaxserve.cli_arguments import (
     engine_arguments,
     sampling_arguments,
 )
+from jaxserve.group import launch
 from jaxserve.log_output import queued_log
 from jaxserve.server import command
 from jaxserve.standard_streams import STATUS_FAILED, standard_streams
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; on an error exit with status 2 and one line on standard error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with standard_streams(needs_output=given[:1] != ["serve"]):
+        with standard_streams(needs_output=given[:1] not in (["serve"], ["launch"])):
             _run(given)
     except (JaxserveError, ValueError) as error:
         print(f"jaxserve: {error}", file=sys.stderr)
@@ -72,6 +75,9 @@ def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help=command.HELP, description=command.HELP, allow_abbrev=False)
     command.add_arguments(serve)
     _add_common(serve, _serve)
+    several = commands.add_parser("launch", help=launch.HELP, description=launch.HELP, allow_abbrev=False)
+    launch.add_arguments(several)
+    _add_common(several, launch.run)
     bench = commands.add_parser("bench", help="measure speed")
     if list(wanted) == ["bench"]:
         _add_benches(bench.add_subparsers(required=True, metavar="BENCH"))
@@ -154,9 +160,14 @@ def _add_eval(commands: Any) -> None:
 def _serve(options: argparse.Namespace) -> None:
     from jaxserve.server.main import serve
 
-    arguments, config = command.serve_arguments(options)
+    arguments, config, group = command.serve_arguments(options)
+    place = None if group.is_alone else group.place(end=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    if place is not None and group.headless:
+        from jaxserve.group.follower import run_follower
+
+        run_follower(arguments, place)
     with queued_log(config.log_format):
-        status = asyncio.run(serve(arguments, config))
+        status = asyncio.run(serve(arguments, config, place))
     sys.exit(status)
 
 

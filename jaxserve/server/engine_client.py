@@ -18,19 +18,19 @@ from jaxserve.api.errors import ConfigError, EngineDeadError, RequestError
 from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request
+from jaxserve.frames import HEADER, FrameError, check_length
+from jaxserve.group.settings import GroupPlace
 from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.output_collector import OutputCollector, aborted
-from jaxserve.server.renderers import Renderers
+from jaxserve.server.renderers import RenderedChat, Renderers
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import (
-    HEADER,
     MAX_FROM_ENGINE_BYTES,
     MAX_TO_ENGINE_BYTES,
     Cancel,
     EngineInfo,
     Failure,
-    FrameError,
     FromEngine,
     Outputs,
     Query,
@@ -39,7 +39,6 @@ from jaxserve.server.wire import (
     Stop,
     Submit,
     ToEngine,
-    check_length,
     pack,
     unpack,
 )
@@ -57,15 +56,17 @@ class EngineClient:
     Args:
         engine_arguments: Arguments of ``LLM``, all of them JSON values.
         config: The server's settings.
+        group: Where the processes of the engine meet; None: there is one.
 
     Raises:
         ConfigError: They do not go together.
     """
 
-    def __init__(self, engine_arguments: Mapping[str, Any], config: ServerConfig):
+    def __init__(self, engine_arguments: Mapping[str, Any], config: ServerConfig, group: GroupPlace | None = None):
         config.check_engine(engine_arguments)
         self._arguments = dict(engine_arguments)
         self._config = config
+        self._group = group
         self._numbers = itertools.count(1)
         self._collectors: dict[int, OutputCollector] = {}
         self._names: dict[int, str] = {}
@@ -106,7 +107,7 @@ class EngineClient:
 
     async def _shake_hands(self) -> EngineInfo:
         limit_s = self._config.startup_timeout
-        self._send(Start(self._arguments, self._config.watchdog_timeout, limit_s))
+        self._send(Start(self._arguments, self._config.watchdog_timeout, self._group, limit_s))
         try:
             # The process ends by itself, with its stacks in the log, unless it is stopped or has no CPU.
             first = await asyncio.wait_for(self._read_message(), limit_s + _IMPORT_S if limit_s else None)
@@ -210,13 +211,13 @@ class EngineClient:
         collector = OutputCollector(request.timeout_s)
         number = self._take_number()
         if request.chat is not None and request.text is None:
-            text = await self._render(request.chat, request.request_id, request.timeout_s)
-            if text is None:
+            rendered = await self._render(request.chat, request.request_id, request.timeout_s)
+            if rendered is None:
                 yield aborted(request)
                 return
             last = {"messages": request.chat["messages"][-1:]}  # it tells where reasoning begins
             last["continue_final_message"] = request.chat.get("continue_final_message", False)
-            request = dataclasses.replace(request, text=text, chat=last, add_special_tokens=False)
+            request = dataclasses.replace(request, **rendered._asdict(), chat=last, add_special_tokens=False)
         self._collectors[number] = collector
         self._names[number] = request.request_id
         try:
@@ -234,11 +235,12 @@ class EngineClient:
 
     async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
         """Return the prompt of a conversation, as text and token ids; ``chat`` as in ``Request``."""
-        text = await self._render(chat)
-        assert text is not None
+        rendered = await self._render(chat)
+        assert rendered is not None
+        text = rendered.text
         return text, (await self.tokenize(text, add_special_tokens=False))[0]
 
-    async def _render(self, chat: Mapping[str, Any], *request: Any) -> str | None:
+    async def _render(self, chat: Mapping[str, Any], *request: Any) -> RenderedChat | None:
         assert self._renderers is not None
         return await self._renderers.render(chat, self.info, *request)
 
@@ -358,7 +360,8 @@ class EngineClient:
                 else:
                     query.set_result(message.result)
         elif isinstance(message, Failure):
-            self._reason = self._reason or "the engine failed; its log says why"
+            is_named = isinstance(message.error, EngineDeadError)  # in words for clients too
+            self._reason = self._reason or (str(message.error) if is_named else "the engine failed; its log says why")
 
     async def _watch(self, timeout_s: float) -> None:
         """Kill the process after ``timeout_s`` seconds without a message, not counting time in which this loop hung."""

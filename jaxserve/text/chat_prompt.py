@@ -64,6 +64,7 @@ def chat_prompt(
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    finds_generation_prompt: bool = False,
 ) -> Request:
     """Render and tokenize a conversation. The template writes the special tokens, so none are added.
 
@@ -79,12 +80,14 @@ def chat_prompt(
         continue_final_message: Whether to leave the last message open, for the model to continue.
         tools: Tools for the template.
         chat_template_kwargs: Further template variables.
+        finds_generation_prompt: Whether to find which end of the prompt begins the answer, for which it is rendered
+            once more.
 
     Raises:
         RequestError: There is no template, it fails, or the content format is unknown.
     """
     check_format(chat_template_content_format)
-    text = renderer.render(
+    text, end = renderer.render(
         conversation,
         choose_template(tokenizer.chat_templates, chat_template, tools is not None),
         add_generation_prompt=add_generation_prompt,
@@ -92,7 +95,9 @@ def chat_prompt(
         tools=tools,
         content_format=chat_template_content_format,
         variables={**tokenizer.special_tokens, **(chat_template_kwargs or {})},
+        finds_generation_prompt=finds_generation_prompt,
     )
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     chat = {"messages": conversation, "continue_final_message": continue_final_message}
-    return Request(text=text, token_ids=tuple(token_ids), chat=chat, params=params, priority=priority)
+    ids = tuple(token_ids)
+    return Request(text=text, token_ids=ids, chat=chat, params=params, priority=priority, generation_prompt=end)

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.api.errors import RequestError
 from jaxserve.child_process import ProcessPool
@@ -12,6 +12,14 @@ from jaxserve.text.chat_templates import plain, plain_tools
 MODULE = "jaxserve.text.render_process"
 MEMORY_BYTES = 512 << 20
 LIMIT_S = 5.0
+
+
+class Rendered(NamedTuple):
+    """A rendered conversation."""
+
+    text: str
+    generation_prompt: str | None
+    """The end of the text that begins the next message; None if it was not looked for, or cannot be found."""
 
 
 class RenderPool:
@@ -35,11 +43,13 @@ class RenderPool:
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         content_format: str = "auto",
         variables: Mapping[str, Any],
+        finds_generation_prompt: bool = False,
         **options: bool,
-    ) -> str:
+    ) -> Rendered:
         """Render one conversation; see ``jaxserve.text.chat.render_chat`` for the arguments.
 
-        Values of other types than JSON's are shown to the template as those of JSON.
+        Values of other types than JSON's are shown to the template as those of JSON. With ``finds_generation_prompt``,
+        the end that begins the next message is found too.
 
         Raises:
             RequestError: The template failed, or exceeds a limit.
@@ -52,7 +62,8 @@ class RenderPool:
                 **options,
             }
             job = {"chat": chat, "templates": {"default": template}, "own_template": None, "special_tokens": {}}
-            written = json.dumps({**job, "content_format": content_format}).encode()
+            more = {"content_format": content_format, "finds_generation_prompt": finds_generation_prompt}
+            written = json.dumps({**job, **more}).encode()
         except Exception as error:  # objects and functions of the caller can raise anything
             raise RequestError(f"the chat template failed: {error}") from error
         response = self._started().run(written, self._limit_s)
@@ -60,7 +71,7 @@ class RenderPool:
             raise RequestError(f"the chat template failed: not done within {self._limit_s:g} s, or out of memory")
         if "error" in response:
             raise RequestError(response["error"])
-        return response["text"]
+        return Rendered(response["text"], response["generation_prompt"])
 
     def close(self) -> None:
         """End all child processes; conversations that they render fail."""

@@ -41,7 +41,7 @@ def test_a_template_is_limited_and_the_next_conversation_is_rendered(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         pool.render(HI, template, variables={})
-    assert pool.render(HI, "{{ messages[0].content }}{{ x }}", variables={"x": "!"}) == "hi!"
+    assert pool.render(HI, "{{ messages[0].content }}{{ x }}", variables={"x": "!"}).text == "hi!"
 
 
 def test_values_of_python_are_those_of_json(pool: RenderPool) -> None:
@@ -53,7 +53,7 @@ def test_values_of_python_are_those_of_json(pool: RenderPool) -> None:
         """
         return a
 
-    text = pool.render(HI, "{{ tools[0].function.name }} {{ x }}", tools=[add], variables={"x": {"a": (1, 2)}})
+    text, _ = pool.render(HI, "{{ tools[0].function.name }} {{ x }}", tools=[add], variables={"x": {"a": (1, 2)}})
     assert text == "add {'a': [1, 2]}"
 
 
