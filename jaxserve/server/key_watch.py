@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.server.audit import audit
 from jaxserve.server.errors import UnauthenticatedError
 from jaxserve.server.frontend import Frontend
 
@@ -45,11 +46,13 @@ class KeyWatch:
         try:
             revoked = frontend.authenticator.reload()
         except ConfigError as error:
+            audit("server", "reload of keys", "-", str(error))
             logger.error("the changed auth file is not used, and the keys before it stay valid: %s", error)
             return
         num_ended = frontend.end_callers(revoked, UnauthenticatedError("the API key was revoked"))
         names = {caller.name for caller in frontend.authenticator.callers}
         frontend.log.usage.forget(revoked - names)
+        audit("server", "reload of keys", "-", "ok", revoked=", ".join(sorted(revoked)))
         logger.info(
             "the auth file was read again: %d keys; revoked: %s, whose %d requests were ended",
             *(len(names), ", ".join(sorted(revoked)) or "none", num_ended),

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxserve.api.errors import EngineDeadError, JaxserveError
 from jaxserve.group.settings import GroupPlace
+from jaxserve.server.audit import audit_file
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
@@ -45,7 +46,8 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig, group: G
     frontend = Frontend(config, engine, str(engine_arguments.get("model", "demo")))
     life = ServerLife(frontend, engine)
     try:
-        return await life.run()
+        with audit_file(config.audit_log):
+            return await life.run()
     except EngineDeadError as error:  # while it started for the first time
         logger.error("%s", error)
         return EXIT_ENGINE_DEAD

@@ -93,6 +93,8 @@ class ServerConfig:
         disable_access_log_for_endpoints: Paths without an access log, such as ``/health,/metrics``; may be repeated.
         log_format: Form of the log: ``text``, or ``json`` with an object per line. Without a reader, lines are
             dropped and counted.
+        audit_log: File that administration, requests refused for their key, and reloads of keys and certificates are
+            appended to, as lines of JSON.
         uvicorn_log_level: Log level of the HTTP server.
         root_path: Path prefix that a reverse proxy strips.
         insecure: Allow listening without TLS on an address that other machines can reach: in a trusted network, or
@@ -164,6 +166,7 @@ class ServerConfig:
     disable_access_log: bool = False
     disable_access_log_for_endpoints: list[str] | None = None
     log_format: LogFormat = "text"
+    audit_log: str | None = None
     uvicorn_log_level: LogLevel = "warning"
     root_path: str = ""
     insecure: bool = False
