@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from typing import Any
 
-from jaxserve.api.errors import JaxserveError, RequestFailedError
+from jaxserve.api.errors import EngineDeadError, JaxserveError, RequestFailedError
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request, check_length
 from jaxserve.api.sampling_params import SamplingParams
@@ -16,6 +16,7 @@ from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError, UnknownModelError
 from jaxserve.server.ledger import MAX_BODY_BYTES, Ledger
+from jaxserve.server.poison import PoisonList
 from jaxserve.server.request_log import RequestEntry, RequestLog
 from jaxserve.server.settings import ServerConfig, queued_tokens_limit
 from jaxserve.server.wire import EngineInfo
@@ -53,6 +54,7 @@ class Frontend:
         self.is_draining = False
         self.is_lost = False
         self._running: dict[RequestEntry, None] = {}
+        self._poison = PoisonList()
 
     @property
     def info(self) -> EngineInfo:
@@ -104,6 +106,7 @@ class Frontend:
         Raises:
             RequestError: The prompt is too long.
             OverloadedError: The caller has used its tokens of the last minute.
+            RequestFailedError: The same request was running at two ends of the engine process.
         """
         self.log.usage.check_rate(caller)
         changes: dict[str, Any] = {}
@@ -118,13 +121,25 @@ class Frontend:
             if request.truncate_prompt_tokens is None:
                 check_length(len(request.token_ids), 1, self.info.max_model_len)
             changes["token_ids"] = request.token_ids[-self.info.max_model_len :]
-        return RequestEntry(self.log, caller.name, dataclasses.replace(request, **changes) if changes else request)
+        request = dataclasses.replace(request, **changes) if changes else request
+        self._poison.check(caller.name, request)
+        return RequestEntry(self.log, caller.name, request)
 
     def end_callers(self, names: Collection[str], error: JaxserveError) -> int:
         """End the requests in flight of callers with an error; return their number."""
         found = [entry for entry in self._running if entry.caller in names]
         self.engine.end_named([entry.request.request_id for entry in found], error)
         return len(found)
+
+    @contextlib.contextmanager
+    def _noted_death(self, entry: RequestEntry) -> Iterator[None]:
+        """Remember a request that was running when the engine process ended, as far as the front end knows."""
+        try:
+            yield
+        except EngineDeadError:
+            if not self.ledger.is_waiting(entry):
+                self._poison.note_death(entry.caller, entry.request)
+            raise
 
     @contextlib.contextmanager
     def _running_entry(self, entry: RequestEntry) -> Iterator[None]:
@@ -138,7 +153,7 @@ class Frontend:
         """Run an admitted request as ``EngineClient.generate``; its entry is in the ledger meanwhile."""
         request = entry.request
         self.log.usage.add_request(entry.caller)
-        with entry, self._running_entry(entry), self.ledger.entered(entry) as is_waiting:
+        with entry, self._running_entry(entry), self.ledger.entered(entry) as is_waiting, self._noted_death(entry):
             if is_waiting and request.token_ids is not None:
                 self.ledger.note_prompt(entry, len(request.token_ids))
                 is_waiting = False
