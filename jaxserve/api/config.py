@@ -32,6 +32,8 @@ class EngineConfig:
         trust_remote_code: Accepted for compatibility; remote code is never run.
         hf_token: Access token for the hub.
         revision: Revision of the model on the hub.
+        model_digest: What the model's files must be: ``sha256:`` and 64 hexadecimal digits. If they have another
+            digest, as ``checkpoints.digest`` computes it, the start ends with it.
         tokenizer_revision: Revision of the tokenizer on the hub.
         download_dir: Directory for downloads.
         load_format: ``safetensors`` or ``pt`` (pytorch_model.bin) reads only such files, ``auto`` also Orbax: the first
@@ -168,6 +170,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     hf_token: str | None = dataclasses.field(default=None, repr=False)
     revision: str | None = None
+    model_digest: str | None = None
     tokenizer_revision: str | None = None
     download_dir: str | None = None
     load_format: str = "auto"

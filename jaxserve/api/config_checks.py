@@ -108,6 +108,7 @@ def check_settings(values: Mapping[str, Any], types: Mapping[str, Any]) -> dict[
     _check_runner(values)
     _check_whole_prompts(checked)
     _check_numbers(values)
+    _check_digest("model_digest", given.get("model_digest"))
     _check_generation_config("override_generation_config", given.get("override_generation_config", {}))
     _check_compile_sizes("compile_sizes", given.get("compile_sizes", {}))
     check_quantization(values["quantization_config"])
@@ -137,6 +138,11 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
     share = values["gpu_memory_utilization"]
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ConfigError(f"gpu_memory_utilization: expected a number in (0, 1], got {share!r}")
+
+
+def _check_digest(name: str, value: str | None) -> None:
+    if value is not None and not re.fullmatch("sha256:[0-9a-fA-F]{64}", value):
+        raise ConfigError(f"{name}: expected sha256: and 64 hexadecimal digits, got {value!r}")
 
 
 def _check_generation_config(name: str, values: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from checkpoints.digest import check_model_digest
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.config_checks import whole_prompts_error
 from jaxserve.api.errors import ConfigError
@@ -113,7 +114,10 @@ class EnginePlan:
 
 def find_model(config: EngineConfig) -> Path:
     """Return the model's directory, downloading the model first when needed."""
-    return find_model_directory(config.model, config.revision, config.download_dir, config.hf_token, config.load_format)
+    path = find_model_directory(config.model, config.revision, config.download_dir, config.hf_token, config.load_format)
+    if config.model_digest is not None:
+        check_model_digest(path, config.model_digest)
+    return path
 
 
 def plan_engine(config: EngineConfig, model: ModelConfig | None = None, processes: Processes = ALONE) -> EnginePlan:
