@@ -5,7 +5,8 @@ table or an 8-bit float type has for the code. A row is a sequence of *records*,
 
     codes | scale | zero | bias | factor of the scale | factor of the bias
 
-Codes take a byte each or half of one, the lower half first; of the others a record has those that the form has. So a
+Codes take a byte each or half of one, the lower half first; int6 are bytes from -32 to 31, of which native kernels keep
+six bits. Of the others a record has those that the form has. So a
 matrix is uint8 [outer, records * bytes of a record], which can be cut between any two records, whatever the size of the
 groups that share a scale: records of one group repeat it.
 """
@@ -21,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 FLOATS = ("float8_e4m3fn", "float8_e5m2")
-VALUES = ("uint4", "int8", "uint8", *FLOATS)
+VALUES = ("uint4", "int6", "int8", "uint8", *FLOATS)
 ROUNDED = ("row", "group")  # activations that are 8-bit integers
 
 
@@ -169,7 +170,8 @@ def _values(codes: UInt8[Array, "... bytes"], form: Form) -> Float[Array, "... s
         if form.table is None:
             return numbers.astype(jnp.float32)
         return jnp.asarray(form.table, jnp.float32)[numbers]
-    return lax.bitcast_convert_type(codes, jnp.dtype(form.values)).astype(jnp.float32)
+    kind = "int8" if form.values == "int6" else form.values
+    return lax.bitcast_convert_type(codes, jnp.dtype(kind)).astype(jnp.float32)
 
 
 def _numbers(data: UInt8[Array, "... bytes"], dtype: np.dtype) -> Float[Array, "..."]:
@@ -210,6 +212,7 @@ def random_records(form: Form, outer: int, inner: int, key: jax.Array) -> UInt8[
         codes = _bytes_of(jax.random.normal(first, shape), np.dtype(getattr(ml_dtypes, form.values)))
     else:
         codes = jax.random.bits(first, (*shape, 1), jnp.uint8)
+        codes = (codes & 63) - jnp.uint8(32) if form.values == "int6" else codes
     parts = [codes.reshape(shape)]
     for each, (name, dtype) in zip(keys, form.fields.items(), strict=True):
         group = form.shared_factors(inner) if name.endswith("factor") else form.shared(inner)
@@ -225,7 +228,7 @@ def _random_numbers(
     """Return numbers of a field of records from others between 0.5 and 1.5."""
     if field == "zero":
         return jnp.round(10 * uniform)
-    scale = inner**-0.5 / {"uint4": 8, "int8": 128, "uint8": 128}.get(form.values, 1)
+    scale = inner**-0.5 / {"uint4": 8, "int6": 32, "int8": 128, "uint8": 128}.get(form.values, 1)
     size = scale if field.startswith("scale") else inner**-0.5
     if form.factors is not None:
         size = size / 20 if field.endswith("factor") else 20.0 if dtype.kind in "iu" else 1.0

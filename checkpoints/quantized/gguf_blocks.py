@@ -327,12 +327,13 @@ def records_of(kind: GgufType, has_factors: bool) -> Records:
     if found.factored is not None and not has_factors:
         scales, factors = found.factored.scales.dtype.name, "float16"
         biases = None if found.factored.biases is None else found.factored.biases.dtype.name
-    if isinstance(found.codes, Blocks) and found.codes.low.width + found.codes.high.width <= 4:
+    bits = found.codes.low.width + found.codes.high.width if isinstance(found.codes, Blocks) else 8
+    if isinstance(found.codes, Blocks) and bits <= 4:
         values = None if table is None else tuple(map(float, table))
         own = Records("uint4", group, scales, found.codes.zero, biases=biases, table=values)
     else:
         assert table is None, kind
-        own = Records("int8", group, scales, biases=biases)
+        own = Records("int6" if bits <= 6 else "int8", group, scales, biases=biases)
     return own if factors is None else own._replace(factors=factors, factor_group=kind.block)
 
 

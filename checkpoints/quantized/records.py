@@ -21,7 +21,8 @@ class Records(NamedTuple):
     """What a quantized tensor holds. An element is ``(value - zero) * scale + bias``.
 
     Attributes:
-        values: Type of the codes: "uint4", "uint8", "int8", "float8_e4m3fn" or "float8_e5m2".
+        values: Type of the codes: "uint4", "int6" (bytes from -32 to 31), "uint8", "int8", "float8_e4m3fn" or
+            "float8_e5m2".
         group: Features that share scale, zero and bias; 0: all of a row.
         scales: A float type that holds the scales exactly.
         zero: Subtracted from every code.
