@@ -42,6 +42,7 @@ class Form(NamedTuple):
         table: Value of each of the 16 codes of uint4; None: the codes are the values.
         activations: How rows of activations are rounded: to 8 bits, "row" with a scale for each row, "group" with one
             for each group of it; "bfloat16" where the processor multiplies that (AMX), else not; None: they are not.
+        divides: Whether scales are divided by their factors, in place of multiplied; there are no biases then.
     """
 
     values: str
@@ -55,6 +56,7 @@ class Form(NamedTuple):
     factor_group: int = 0
     table: tuple[float, ...] | None = None
     activations: str | None = None
+    divides: bool = False
 
     @property
     def code_bytes(self) -> int:
@@ -155,7 +157,10 @@ def decode(records: UInt8[Array | np.ndarray, "... bytes"], form: Form) -> Float
         values -= form.zero
     if "zero" in fields:
         values -= fields["zero"]
-    scale = fields["scale"] if form.factors is None else fields["scale"] * fields["scale_factor"]
+    scale = fields["scale"]
+    if form.factors is not None:
+        factor = fields["scale_factor"]
+        scale = scale / factor if form.divides else scale * factor
     values *= scale
     if "bias" in fields:
         values += fields["bias"] if form.factors is None else fields["bias"] * fields["bias_factor"]
@@ -230,6 +235,8 @@ def _random_numbers(
         return jnp.round(10 * uniform)
     scale = inner**-0.5 / {"uint4": 8, "int6": 32, "int8": 128, "uint8": 128}.get(form.values, 1)
     size = scale if field.startswith("scale") else inner**-0.5
+    if form.divides and field.endswith("factor"):
+        return 20 / size * uniform
     if form.factors is not None:
         size = size / 20 if field.endswith("factor") else 20.0 if dtype.kind in "iu" else 1.0
     return jnp.round(size * uniform) if dtype.kind in "iu" else size * uniform

@@ -134,7 +134,7 @@ def _numbers_of(form: Form, inner: int) -> np.ndarray:
     """Return the struct ``Form`` of ``native/quantized.h``."""
     kinds = [_NUMBERS[kind] for kind in (form.scales, form.zeros, form.biases, form.factors)]
     groups = [form.span, form.shared(inner), _block(form, inner)]
-    numbers = [_VALUES[form.values], *groups, form.zero, _ACTIVATIONS[form.activations], *kinds]
+    numbers = [_VALUES[form.values], *groups, form.zero, _ACTIVATIONS[form.activations], *kinds, form.divides]
     return np.array(numbers, np.int32)
 
 

@@ -32,6 +32,7 @@ class Records(NamedTuple):
         factors: Float type of what scales and biases, which are then integers, are multiplied by; None: nothing.
         factor_group: Features that share factors.
         is_transposed: Whether rows are the tensor's columns.
+        divides: Whether scales are divided by their factors, in place of multiplied; there are no biases then.
         rounds_activations: Whether the format also rounds activations to 8 bits, each row by its largest magnitude.
     """
 
@@ -46,6 +47,7 @@ class Records(NamedTuple):
     factor_group: int = 0
     is_transposed: bool = False
     rounds_activations: bool = False
+    divides: bool = False
 
     def num_bytes(self, span: int) -> int:
         """Bytes of a record."""

@@ -23,6 +23,7 @@ enum { NO_NUMBERS = 0, NUMBERS_F32, NUMBERS_F16, NUMBERS_BF16, NUMBERS_E8M0, NUM
 // A form as Python gives it; groups are of the features of the matrix at hand.
 typedef struct {
   int32_t values, span, group, factor_group, zero, activations, scales, zeros, biases, factors;
+  int32_t divides;  // factors divide the scales, in place of multiplying them
 } Form;
 
 typedef struct {

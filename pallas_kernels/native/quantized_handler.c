@@ -95,7 +95,8 @@ static void decode_row(const RowsJob *job, const char *panel, int r, float *to) 
     const char *group = group_of(q, panel, g), *block = block_of(q, panel, g);
     const float zero = f->zeros ? number(f->zeros, group + q->zero_at, r) : 0;
     float scale = number(f->scales, group + q->scale_at, r), bias = -0.0f;  // adding it changes no number
-    if (f->factors) scale *= number(f->factors, block, r);
+    if (f->factors && f->divides) scale /= number(f->factors, block, r);
+    else if (f->factors) scale *= number(f->factors, block, r);
     if (f->biases) bias = number(f->biases, group + q->bias_at, r);
     if (f->biases && f->factors) bias *= number(f->factors, block + PANEL * number_bytes(f->factors), r);
     for (int64_t k = 0; k < f->group; k++) {

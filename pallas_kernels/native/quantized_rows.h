@@ -143,7 +143,8 @@ INLINE GroupNumbers numbers_of(const Quantized *q, const char *block, const char
   if (f->zeros) found.zero = vec_add(load_numbers(f->zeros, group + q->zero_at, lane), found.zero);
   if (f->biases) found.bias = load_numbers(f->biases, group + q->bias_at, lane);
   if (f->factors) {
-    found.scale = vec_mul(found.scale, load_numbers(f->factors, block, lane));
+    const Vec factor = load_numbers(f->factors, block, lane);
+    found.scale = f->divides ? vec_div(found.scale, factor) : vec_mul(found.scale, factor);
     if (f->biases)
       found.bias = vec_mul(found.bias, load_numbers(f->factors, block + PANEL * number_bytes(f->factors), lane));
   }
