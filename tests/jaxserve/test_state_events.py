@@ -144,6 +144,16 @@ def test_many_random_events(run: Callable[[int, int], StateEvents]) -> None:
         run(seed, 300)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [run_events, run_staged_events])
+@pytest.mark.parametrize("seed", range(3000, 3003))
+def test_ten_thousand_events_of_one_scheduler(run: Callable[[int, int], StateEvents], seed: int) -> None:
+    """And at the end no state page is lost: ``check`` finds an owner of each."""
+    events = run(seed, 10_000)
+    events.check()
+    assert not events.scheduler.num_unfinished and not events.states.num_running
+
+
 def test_random_events_meet_what_they_are_meant_to() -> None:
     runs = [run_events(seed) for seed in range(30)]
     assert sum(each.scheduler.num_preemptions for each in runs) > 30
