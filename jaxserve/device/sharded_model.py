@@ -293,7 +293,7 @@ class ShardedModel:
 
     def abstract_states(self) -> HeadStates | None:
         """Return shapes and shardings of what a draft head keeps; None without one."""
-        if self.drafter is None or self.drafter.sharded.head is None:
+        if self.drafter is None or (head := self.drafter.sharded.head) is None or head.drafts_blocks:
             return None
         sizes, width = (self.num_slots, self.num_pages), self.drafter.sharded.config.hidden_size
         dtype = self.policy.activations_dtype

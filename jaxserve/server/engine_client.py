@@ -18,19 +18,19 @@ from jaxserve.api.errors import ConfigError, EngineDeadError, RequestError
 from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.request import Request
+from jaxserve.frames import HEADER, FrameError, check_length
+from jaxserve.group.settings import GroupPlace
 from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.output_collector import OutputCollector
 from jaxserve.server.renderers import RenderedChat, Renderers
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import (
-    HEADER,
     MAX_FROM_ENGINE_BYTES,
     MAX_TO_ENGINE_BYTES,
     Cancel,
     EngineInfo,
     Failure,
-    FrameError,
     FromEngine,
     Outputs,
     Query,
@@ -39,7 +39,6 @@ from jaxserve.server.wire import (
     Stop,
     Submit,
     ToEngine,
-    check_length,
     pack,
     unpack,
 )
@@ -56,15 +55,17 @@ class EngineClient:
     Args:
         engine_arguments: Arguments of ``LLM``, all of them JSON values.
         config: The server's settings.
+        group: Where the processes of the engine meet; None: there is one.
 
     Raises:
         ConfigError: They do not go together.
     """
 
-    def __init__(self, engine_arguments: Mapping[str, Any], config: ServerConfig):
+    def __init__(self, engine_arguments: Mapping[str, Any], config: ServerConfig, group: GroupPlace | None = None):
         config.check_engine(engine_arguments)
         self._arguments = dict(engine_arguments)
         self._config = config
+        self._group = group
         self._numbers = itertools.count(1)
         self._collectors: dict[int, OutputCollector] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
@@ -103,7 +104,7 @@ class EngineClient:
             self._tasks.append(asyncio.create_task(self._watch(config.watchdog_timeout)))
 
     async def _shake_hands(self) -> EngineInfo:
-        self._send(Start(self._arguments, self._config.watchdog_timeout))
+        self._send(Start(self._arguments, self._config.watchdog_timeout, self._group))
         try:
             first = await self._read_message()
         except (OSError, EOFError) as error:
@@ -340,7 +341,8 @@ class EngineClient:
                 else:
                     query.set_result(message.result)
         elif isinstance(message, Failure):
-            self._reason = self._reason or "the engine failed; its log says why"
+            is_named = isinstance(message.error, EngineDeadError)  # in words for clients too
+            self._reason = self._reason or (str(message.error) if is_named else "the engine failed; its log says why")
 
     async def _watch(self, timeout_s: float) -> None:
         """Kill the process after ``timeout_s`` seconds without a message, not counting time in which this loop hung."""
