@@ -77,6 +77,11 @@ class StartedEngine:
     leader: Leader | None = None
 
     @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return self.plan.models[0].num_states > 0
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
 
@@ -156,9 +161,9 @@ def make_replicas(config: EngineConfig, plan: EnginePlan, runners: Iterable[Runn
     sharded = plan.models[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     drafts, admits_whole = config.num_speculative_tokens, config.enable_chunked_prefill is False
-    most_samples, shares_parts = plan.buckets.max_step_samples, plan.models[-1].aux_layers is None
+    most_samples, shares_parts = plan.buckets.max_step_samples, plan.models[-1].abstract_states() is None
     more = plan.needs.windows, plan.num_stages, admits_whole, most_samples, config.adapts_drafts
-    limits = SchedulerLimits(*sizes, drafts, *more, config.num_device_drafts, shares_parts, sharded.num_states)
+    limits = SchedulerLimits(*sizes, drafts, *more, config.num_lookahead, shares_parts, sharded.num_states)
     depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
     replicas, speculation = list[Replica](), config.speculative_config
     pages, keeps = (sharded.num_pages, sharded.page_size), config.enable_prefix_caching

@@ -356,7 +356,7 @@ class CausalLM(nnx.Module):
 
 def _private_states(num_rows: int, length: int) -> StateRows:
     """Return rows of equal length, each with its own new state page."""
-    rows, none = jnp.arange(num_rows, dtype=jnp.int32), jnp.zeros(num_rows, jnp.int32)
+    rows, none = jnp.arange(num_rows, dtype=jnp.int32), jnp.zeros(0, jnp.int32)
     lens = jnp.full_like(rows, length)
     return StateRows(rows * length, lens, jnp.ones(num_rows, bool), rows, none, none)
 

@@ -23,7 +23,7 @@ from jaxserve.group.settings import GroupPlace
 from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.output_collector import OutputCollector
-from jaxserve.server.renderers import Renderers
+from jaxserve.server.renderers import RenderedChat, Renderers
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import (
     MAX_FROM_ENGINE_BYTES,
@@ -194,13 +194,13 @@ class EngineClient:
         collector = OutputCollector(request.timeout_s)
         number = self._take_number()
         if request.chat is not None and request.text is None:
-            text = await self._render(request.chat, request.request_id, request.timeout_s)
-            if text is None:
+            rendered = await self._render(request.chat, request.request_id, request.timeout_s)
+            if rendered is None:
                 yield _aborted(request)
                 return
             last = {"messages": request.chat["messages"][-1:]}  # it tells where reasoning begins
             last["continue_final_message"] = request.chat.get("continue_final_message", False)
-            request = dataclasses.replace(request, text=text, chat=last, add_special_tokens=False)
+            request = dataclasses.replace(request, **rendered._asdict(), chat=last, add_special_tokens=False)
         self._collectors[number] = collector
         try:
             self._send(Submit(number, request, arrival_s, is_waiting))
@@ -216,11 +216,12 @@ class EngineClient:
 
     async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
         """Return the prompt of a conversation, as text and token ids; ``chat`` as in ``Request``."""
-        text = await self._render(chat)
-        assert text is not None
+        rendered = await self._render(chat)
+        assert rendered is not None
+        text = rendered.text
         return text, (await self.tokenize(text, add_special_tokens=False))[0]
 
-    async def _render(self, chat: Mapping[str, Any], *request: Any) -> str | None:
+    async def _render(self, chat: Mapping[str, Any], *request: Any) -> RenderedChat | None:
         assert self._renderers is not None
         return await self._renderers.render(chat, self.info, *request)
 

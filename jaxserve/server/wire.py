@@ -105,6 +105,8 @@ class EngineInfo:
     """The model's special tokens by name; templates see them."""
     parsers: ParserNames = ParserNames()
     """The parsers of reasoning and tool calls."""
+    has_states: bool = False
+    """Whether the model has recurrent layers, whose states are kept before what begins the answer."""
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -23,6 +23,8 @@ from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.kv_layout import attended
 from jaxserve.layers.residual import own_rows, whole_rows
 from jaxserve.models.causal_lm import CausalLM, TokenBatch
+from jaxserve.models.drafters.dflash import BlockBatch, DFlashHead
+from jaxserve.models.drafters.draft_head import ChainHead
 from jaxserve.models.stages import StageLayers
 from pallas_kernels.registry import load
 from sharding.plan import Collective, collectives
@@ -130,12 +132,26 @@ def _trace_head(last: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
         pools = state.pools[len(sharded.own_pools()) :]
         settings = attention_settings(sharded, shape)
         settings = dataclasses.replace(settings, layer_indices=own.kv_layout.layer_indices)
-        found = head.hidden(head.embedded(target, tokens.tokens), x, tokens, pools, settings)
-        return head.logits(target, found.x[batch.sampled_tokens])
+        embedded = head.embedded(target, tokens.tokens)
+        if isinstance(head, DFlashHead):
+            found, _ = head.hidden(embedded, x, _block_of(tokens), pools, settings)
+        else:
+            assert isinstance(head, ChainHead)
+            found = head.hidden(embedded, x, tokens, pools, settings).x
+        return head.logits(target, found[batch.sampled_tokens])
 
     buffer = sharded.rows_struct((shape.buffer_size,), jnp.int32)
     x = sharded.rows_struct((shape.num_tokens, own.config.hidden_size), own.policy.activations_dtype)
     return sharded.trace(traced, (sharded.program_params, sharded.abstract_state(), buffer, x))
+
+
+def _block_of(batch: TokenBatch) -> BlockBatch:
+    """Return the tokens of a batch as those of blocks, after contexts of as many."""
+    (attention,) = batch.attention
+    both = {name: jnp.tile(getattr(attention, name), 2) for name in ("token_pages", "token_offsets")}
+    num_tokens = attention.query_lens.sum()
+    positions, lengths = jnp.tile(batch.positions, 2), jnp.tile(batch.lengths, 2)
+    return BlockBatch(positions, lengths, num_tokens, num_tokens, attention._replace(**both))
 
 
 class _Step(NamedTuple):

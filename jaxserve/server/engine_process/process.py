@@ -197,7 +197,8 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox, leaders: list[Leader]) ->
     def describe() -> EngineInfo:
         model = _model(resharder.started, resharder.config)
         limit = max_output_tokens(start.engine_arguments, fields)
-        info = EngineInfo(model, fields, limit, chat_template=template, parsers=started.parsers)
+        chosen = {"chat_template": template, "parsers": started.parsers, "has_states": started.has_states}
+        info = EngineInfo(model, fields, limit, **chosen)
         if tokenizer is None:
             return info
         named = {"chat_templates": tokenizer.chat_templates, "special_tokens": tokenizer.special_tokens}

@@ -21,6 +21,8 @@ from jaxserve.lab.plan.planned import Plan
 from jaxserve.lab.plan.work import StageWork
 from jaxserve.lab.records import DraftCost
 from pallas_kernels.registry import load
+from tests import block_heads
+from tests.block_heads import write_dflash
 from tests.draft_heads import HEAD, as_speculators, write_eagle3
 from tests.random_checkpoint import DEEPSEEK, LLAMA
 from tests.tiny_programs import make_program, tiny_config
@@ -74,6 +76,23 @@ def test_collectives_of_a_pass(eagle3: Plan) -> None:
         for each in part.found:
             counts[each.kind] += each.times
     assert counts == {"all-reduce": 3, "all-gather": 1}
+
+
+def test_a_head_that_drafts_blocks_is_planned(tmp_path: Path) -> None:
+    """On two devices each of its layers sums twice, and each device gathers the logits."""
+    target, head = tmp_path / "target", tmp_path / "head"
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 8, "vocab_size": 360}))
+    write_dflash(head, block_heads.HEAD)
+    drafts = {"method": "dflash", "model": str(head), "num_speculative_tokens": 3}
+    settings: dict[str, Any] = {"dtype": "float32", "tensor_parallel_size": 2, "speculative_config": drafts}
+    (last,) = plan_engine(EngineConfig(model=str(target), **settings)).models
+    (found,) = drafter_collectives(last, BatchShape(num_tokens=8, num_rows=8, table_pages=4, decode_only=True))
+    counts: collections.Counter[str] = collections.Counter()
+    for each in found.found:
+        counts[each.kind] += each.times
+    assert counts == {"all-reduce": 4 + 1, "all-gather": 1}
+    assert last.abstract_states() is None
 
 
 def test_an_mtp_layer_reads_the_output_head_of_its_model(tmp_path: Path) -> None:
