@@ -63,6 +63,7 @@ class StartedEngine:
         load_s: Seconds spent loading weights.
         compile_s: Seconds spent tracing and compiling, in parallel with loading.
         total_s: Seconds until the engine was ready.
+        leader: The other processes, if the engine runs in several.
     """
 
     engine: Engine
@@ -73,6 +74,7 @@ class StartedEngine:
     load_s: float
     compile_s: float
     total_s: float
+    leader: Leader | None = None
 
     @property
     def has_states(self) -> bool:
@@ -135,7 +137,7 @@ def start_engine(config: EngineConfig, leader: Leader | None = None) -> StartedE
     total_s = time.monotonic() - start
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
     logger.info("init engine took %.2f s (compilation: %.2f s, warm-up: %.2f s)", total_s, compile_s, warm_up_s)
-    return StartedEngine(engine, plan, parsers, default_params, ledger, load_s, compile_s, total_s)
+    return StartedEngine(engine, plan, parsers, default_params, ledger, load_s, compile_s, total_s, leader)
 
 
 def assemble_engine(
