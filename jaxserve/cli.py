@@ -62,6 +62,7 @@ def _run(given: list[str]) -> None:
     level = logging.WARNING if options.quiet else logging.INFO
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("jaxserve").setLevel(level)
+    options.given = given
     options.run(options)
 
 
@@ -162,6 +163,8 @@ def _serve(options: argparse.Namespace) -> None:
 
     arguments, config, group = command.serve_arguments(options)
     place = None if group.is_alone else group.place(end=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    if place is not None and group.headless and config.restart_engine and group.group_secret_fd is None:
+        sys.exit(launch.follow(options.given))
     if place is not None and group.headless:
         from jaxserve.group.follower import run_follower
 

@@ -42,6 +42,12 @@ def post(server: RunningServer, path: str, body: Mapping[str, Any], timeout_s: f
             return error.code, json.load(error)
 
 
+def text_of(server: RunningServer, path: str) -> str:
+    """The body of a page."""
+    with urllib.request.urlopen(f"{server.http}{path}", timeout=60) as response:
+        return response.read().decode()
+
+
 def answers(server: RunningServer) -> list[Any]:
     """Text, finish reason and logprobs of every prompt with every kind of request."""
     found = []

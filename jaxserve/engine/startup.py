@@ -63,6 +63,7 @@ class StartedEngine:
         load_s: Seconds spent loading weights.
         compile_s: Seconds spent tracing and compiling, in parallel with loading.
         total_s: Seconds until the engine was ready.
+        leader: The other processes, if the engine runs in several.
     """
 
     engine: Engine
@@ -73,6 +74,7 @@ class StartedEngine:
     load_s: float
     compile_s: float
     total_s: float
+    leader: Leader | None = None
 
     @property
     def has_states(self) -> bool:
@@ -135,7 +137,7 @@ def start_engine(config: EngineConfig, leader: Leader | None = None) -> StartedE
     total_s = time.monotonic() - start
     logger.info("Model loading took %.2f GiB memory and %.2f seconds", plan.needs.weights / (1 << 30), load_s)
     logger.info("init engine took %.2f s (compilation: %.2f s, warm-up: %.2f s)", total_s, compile_s, warm_up_s)
-    return StartedEngine(engine, plan, parsers, default_params, ledger, load_s, compile_s, total_s)
+    return StartedEngine(engine, plan, parsers, default_params, ledger, load_s, compile_s, total_s, leader)
 
 
 def assemble_engine(
@@ -165,7 +167,8 @@ def make_replicas(config: EngineConfig, plan: EnginePlan, runners: Iterable[Runn
     most_samples, shares_parts = plan.buckets.max_step_samples, plan.models[-1].abstract_states() is None
     more = plan.needs.windows, plan.num_stages, admits_whole, most_samples, config.adapts_drafts
     limits = SchedulerLimits(*sizes, drafts, *more, config.num_lookahead, shares_parts, sharded.num_states)
-    depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
+    is_ahead = config.async_scheduling is not False and not (drafts and sharded.num_states)  # see draft_states
+    depth = (STEPS_IN_FLIGHT if is_ahead else 1) + plan.num_stages - 1
     replicas, speculation = list[Replica](), config.speculative_config
     pages, keeps = (sharded.num_pages, sharded.page_size), config.enable_prefix_caching
     for runner in runners:

@@ -28,6 +28,7 @@ class GroupRunner:
         self._leader = leader
         self._own = own
         self._number = 0
+        self._failure = ""
         self._forget()
 
     def _forget(self) -> None:
@@ -41,7 +42,7 @@ class GroupRunner:
         try:
             self._own.warm_up()
         except Exception as error:
-            self._leader.blame(error)
+            self._fail(error)
             raise
 
     def launch(self, plans: Sequence[StepPlan]) -> None:
@@ -53,7 +54,7 @@ class GroupRunner:
         try:
             self._own.launch(plans)
         except Exception as error:
-            self._leader.blame(error)
+            self._fail(error)
             raise
         self._in_flight.append((number, data))
 
@@ -62,11 +63,16 @@ class GroupRunner:
         try:
             results = self._own.collect()
         except Exception as error:
-            self._leader.blame(error)
+            self._fail(error)
             raise
         number, data = self._in_flight.pop(0)
         self._leader.computed(number, self._digests.add(data, results))
         return results
+
+    def _fail(self, error: Exception) -> None:
+        """Let the group end because of a step that failed here, if no other process is its reason."""
+        self._failure = f"a step of rank 0 failed: {error}"
+        self._leader.blame(error)
 
     def reset(self) -> None:
         """See ``Runner``."""
@@ -79,4 +85,4 @@ class GroupRunner:
         try:
             self._own.close()
         finally:
-            self._leader.end()
+            self._leader.end(self._failure)

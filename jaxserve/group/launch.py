@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 HELP = "run a command in several processes on this machine that share one engine"
 _POLL_S = 0.1
 _PATIENCE_S = 5.0  # for the others once one has ended
+_BAD_START = 2
 _ADDRESS = "127.0.0.1"
 _OWN_FLAGS = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless", "--group-secret-file")
 
@@ -59,6 +60,31 @@ class _Process:
     pipe: int
 
 
+def follow(command: Sequence[str]) -> int:
+    """Run a headless process, and start it again when its group has failed; return its last status.
+
+    Args:
+        command: Its command, with ``--restart-engine``.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    num_signals = 0
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal num_signals
+        num_signals += 1
+        processes[-1].send_signal(number)
+
+    while True:
+        started = [sys.executable, "-P", "-m", "jaxserve", *command, "--no-restart-engine"]
+        processes.append(subprocess.Popen(started, start_new_session=True, env=child_environment()))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, pass_on)
+        status = processes[-1].wait()
+        if status in (0, _BAD_START) or num_signals:
+            return _as_exit(status)
+        logger.error("this process of the group %s; it is started again", _end_of(status))
+
+
 class Launcher:
     """Starts, watches and ends the processes of a group.
 
@@ -87,7 +113,7 @@ class Launcher:
                 time.sleep(_POLL_S)
                 self._look_after_followers()
             self._wait_for_all()
-            return leader.returncode if leader.returncode >= 0 else 128 - leader.returncode
+            return _as_exit(leader.returncode)
         finally:
             for process in self._processes:
                 if process.popen.poll() is None:
@@ -154,13 +180,21 @@ class Launcher:
         process = self._processes[rank].popen.pid
         if status and process not in self._reported:
             self._reported.add(process)
-            end = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            logger.error("rank %d (process %d) %s", rank, process, end)
+            logger.error("rank %d (process %d) %s", rank, process, _end_of(status))
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on to process 0, which drains and lets the others end."""
         for process in self._processes[:1]:
             process.popen.send_signal(number)
+
+
+def _as_exit(status: int) -> int:
+    """Return the status with which shells report a process that a signal has killed."""
+    return status if status >= 0 else 128 - status
+
+
+def _end_of(status: int) -> str:
+    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 def _free_ports() -> int:

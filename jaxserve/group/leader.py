@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
+from jaxserve.api.metric_types import Counter, Metric
 from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.group.connection import PeerConnection, greet, machine_name, welcome
 from jaxserve.group.facts import difference, early_facts, least, plan_facts
@@ -215,6 +216,15 @@ class Leader:
         until_s = time.monotonic() + (_FAIL_S if reason else _END_S)
         for member in self.members:
             member.has_ended.wait(max(0.0, until_s - time.monotonic()))
+
+    def metrics(self, prefix: str) -> list[Metric]:
+        """Return the progress of each follower, and the bytes sent to it."""
+        found = list[Metric]()
+        for member in self.members:
+            labels = {"rank": str(member.rank), "host": member.hello.host}
+            found.append(Counter(f"{prefix}group_steps", labels, member.steps.number + 1))
+            found.append(Counter(f"{prefix}group_sent_bytes", labels, member.connection.num_sent_bytes))
+        return found
 
     # ---------------------------------------------------------------- threads
 

@@ -21,7 +21,10 @@ PREFIX = "jaxserve:"
 VLLM_PREFIX = "vllm:"
 ENGINE = "0"
 """vLLM's label of the only engine."""
-NOT_OF_VLLM = ("compiles_after_ready", "steps", "decode_rows", "stage_ticks", "idle_stage_ticks", "expert_tokens")
+NOT_OF_VLLM = (
+    *("compiles_after_ready", "steps", "decode_rows", "stage_ticks", "idle_stage_ticks", "expert_tokens"),
+    *("group_steps", "group_sent_bytes"),
+)
 """The engine's metrics without a counterpart in vLLM."""
 _ENGINE_LIMIT_S = 5.0
 

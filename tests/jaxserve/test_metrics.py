@@ -116,7 +116,9 @@ def test_names_and_kinds() -> None:
     ours = {"compiles_after_ready", "steps", "decode_rows", "stage_ticks", "idle_stage_ticks"}
     ours |= {"prefix_cache_misses", "prefix_cache_states"}
     assert {name.partition("/")[0] for name in found} == {*OF_VLLM, *ours}
-    assert {name.partition("/")[0] for name in found} | {"expert_tokens"} == set(HELP)
+    assert {name.partition("/")[0] for name in found} | {"expert_tokens", "group_steps", "group_sent_bytes"} == set(
+        HELP
+    )
     labelled = {f"request_success/{reason}" for reason in FINISH_REASONS}
     labelled |= {f"spec_decode_num_accepted_tokens_per_pos/{position}" for position in (0, 1)}
     labelled |= {f"prefix_cache_misses/{reason}" for reason in MISS_REASONS}

@@ -11,6 +11,7 @@ import jax
 
 from jaxserve.api.errors import RequestError, RequestFailedError
 from jaxserve.engine.loop import Loop
+from jaxserve.engine.metrics import PREFIX
 from jaxserve.engine.startup import StartedEngine
 from jaxserve.server.converted_tokens import check_converted
 from sharding import LAYOUTS
@@ -93,7 +94,9 @@ class Queries:
 
     def _metrics(self) -> Future:
         metrics: Future = concurrent.futures.Future()
-        metrics.set_result(self._started.engine.metrics())
+        leader = self._started.leader
+        others = [] if leader is None else leader.metrics(PREFIX)
+        metrics.set_result([*self._started.engine.metrics(), *others])
         return metrics
 
     def _reset_prefix_cache(self) -> Future:

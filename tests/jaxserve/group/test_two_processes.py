@@ -11,13 +11,23 @@ from tests.group_server import (
     kill,
     post,
     running_group,
+    text_of,
 )
 from tests.server_process import PROGRAMS_CACHE
+
+
+def number_of(metrics: str, name: str) -> float:
+    """The value of a metric with one set of labels."""
+    (line,) = (line for line in metrics.splitlines() if line.startswith(name + "{"))
+    return float(line.split()[-1])
 
 
 def test_two_processes_answer_as_one_and_end_together() -> None:
     with running_group("--tensor-parallel-size", "2", "--dtype", "float32") as server:
         found = answers(server)
+        metrics = text_of(server, "/metrics")
+        steps, sent = (number_of(metrics, f"jaxserve:group_{name}_total") for name in ("steps", "sent_bytes"))
+        assert steps == number_of(metrics, "jaxserve:steps_total") > 0 and sent > 20 * steps
         processes = family(server.process.pid)
         kill(follower_pid(server))
         status, response = post(server, "/v1/completions", {"prompt": "12+30=", "max_tokens": 8})

@@ -1,0 +1,99 @@
+"""An engine in several processes without a server: process 0 runs every kind of request, and prints the outcomes."""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
+from jaxserve.api.errors import JaxserveError
+from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.request import parse_prompt
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.engine.startup import StartedEngine, start_engine
+from jaxserve.group.follower import run_follower
+from jaxserve.group.leader import Leader
+from jaxserve.group.settings import GroupPlace
+from jaxserve.models.drafters.speculators import with_verifier
+
+NUM_REQUESTS = 24
+LIMIT_S = 300
+
+
+def run_requests(started: StartedEngine) -> list[Any]:
+    """Outcome, scores and vector of requests of all kinds in a random order, some of which are preempted."""
+    from tests.jaxserve.test_request_mix import REQUESTS, outcome, scores  # starts JAX: not before a group has joined
+
+    order, prepared = random.Random(1), []
+    for prompt, params in order.choices(REQUESTS, k=NUM_REQUESTS):
+        default = PoolingParams() if order.random() < 0.15 else SamplingParams(**params)
+        prepared.append(started.engine.submit(parse_prompt(prompt, default=default)))
+    while started.engine.num_unfinished:
+        started.engine.step()
+    outputs = [request.output() for request in prepared]
+    return [[outcome(output), scores(output), output.embedding] for output in outputs]
+
+
+def start(arguments: Mapping[str, Any], leader: Leader | None = None) -> StartedEngine:
+    """An engine with a server's defaults."""
+    config = EngineConfig.from_arguments(**{**SERVING_DEFAULTS, **arguments})
+    return start_engine(with_verifier(config), leader)
+
+
+def outcomes_of_group(arguments: Mapping[str, Any], count: int, directory: Path) -> list[Any]:
+    """What the processes of a group give; each has an equal part of the devices."""
+    (directory / "secret").write_bytes(os.urandom(32))
+    given = [json.dumps(dict(arguments)), str(count), str(_free_ports()), str(directory)]
+    processes = []
+    for rank in range(count):
+        with (directory / f"log{rank}").open("wb") as log:
+            command = [sys.executable, "-m", __name__, str(rank), *given]
+            environment = {**os.environ, "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+    try:
+        statuses = [process.wait(LIMIT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    logs = [(directory / f"log{rank}").read_text() for rank in range(count)]
+    assert statuses == [0] * count, "\n".join(logs)
+    return json.loads((directory / "outcomes").read_text())
+
+
+def _free_ports() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        return first.getsockname()[1]
+
+
+def _fail(error: JaxserveError) -> NoReturn:
+    print(error, file=sys.stderr, flush=True)
+    os._exit(70)
+
+
+def main() -> None:
+    """Run one process."""
+    rank, count, port, directory = int(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5])
+    arguments = json.loads(sys.argv[2])
+    secret = (directory / "secret").read_bytes()
+    place = GroupPlace("127.0.0.1", port, count, rank, secret, join_timeout=120.0, step_timeout=60.0)
+    if rank:
+        run_follower(arguments, place)
+    leader = Leader(place, _fail)
+    leader.join()
+    started = start(arguments, leader)
+    found = run_requests(started)
+    (directory / "outcomes").write_text(json.dumps(found))
+    names = ("num_preemptions", "prefix_cache_hits", "compiles_after_ready")
+    print({metric.name: metric.value for metric in started.engine.metrics() if metric.name.endswith(names)})
+    started.engine.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Processes of a group that are started one by one, as on several hosts: they meet, or say why not."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxserve.group.launch import _free_ports
+from scripts.server_child import REPOSITORY
+from tests.group_server import assert_gone, family, kill, post
+from tests.server_process import PROGRAMS_CACHE, SMALL_ENGINE, running_server
+
+pytestmark = pytest.mark.slow
+BODY = {"prompt": "12+30=", "temperature": 0.0, "max_tokens": 8}
+ENGINE = ("--tensor-parallel-size", "2", "--compilation-cache-dir", str(PROGRAMS_CACHE), *SMALL_ENGINE)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> tuple[str, ...]:
+    """The flags of both processes that say where they meet."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(os.urandom(32))
+    secret.chmod(0o600)
+    address = ("--master-addr", "127.0.0.1", "--master-port", str(_free_ports()))
+    return ("--nnodes", "2", *address, "--group-secret-file", str(secret))
+
+
+@contextlib.contextmanager
+def started(log: Path, *flags: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """``jaxserve serve demo`` with these flags while the block runs."""
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "jaxserve", "serve", "demo", "--port", "0", *flags]
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        for pid in family(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid)
+        process.wait()
+
+
+def test_processes_started_one_by_one(place: tuple[str, ...], tmp_path: Path) -> None:
+    """They answer; a follower whose child is killed is started again with the engine; all end with status 0."""
+    flags = (*place, *ENGINE, "--restart-engine")
+    with started(tmp_path / "log", *flags, "--node-rank", "1", "--headless") as follower:
+        with running_server(*flags, "--node-rank", "0") as server:
+            assert post(server, "/v1/completions", BODY)[1]["choices"][0]["text"] == "42"
+            child = family(follower.pid)[1]
+            kill(child)
+            while post(server, "/v1/completions", BODY)[0] != 200:
+                assert server.process.poll() is None and follower.poll() is None
+                time.sleep(0.2)
+            assert_gone([child], within_s=1)
+            processes = [*family(server.process.pid), *family(follower.pid)]
+            server.process.send_signal(signal.SIGTERM)
+            assert server.wait() == 0 and follower.wait(20) == 0
+            assert_gone(processes, within_s=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["--seed", "4"], "differs from rank 0 (host "),
+        (["--max-num-seqs", "3"], "in setting max_num_seqs: 3 instead of 4"),
+        (["--dtype", "float32"], "in setting dtype: 'float32' instead of 'auto'"),
+        (["--layout", "split_logits"], "in setting layout: "),
+    ],
+)
+def test_processes_that_differ(place: tuple[str, ...], changes: list[str], said: str, tmp_path: Path) -> None:
+    """Both say so, and end with status 2."""
+    logs = [tmp_path / "log0", tmp_path / "log1"]
+    with started(logs[0], *place, *ENGINE, "--node-rank", "0") as first:
+        with started(logs[1], *place, *ENGINE, "--node-rank", "1", "--headless", *changes) as second:
+            assert [first.wait(120), second.wait(120)] == [2, 2]
+    for log in logs:
+        assert said in log.read_text() and "Traceback" not in log.read_text(), log.read_text()
+
+
+def test_a_mesh_that_does_not_divide(place: tuple[str, ...], tmp_path: Path) -> None:
+    logs = [tmp_path / "log0", tmp_path / "log1"]
+    flags = (*place, *SMALL_ENGINE)
+    with started(logs[0], *flags, "--node-rank", "0") as first:
+        with started(logs[1], *flags, "--node-rank", "1", "--headless") as second:
+            assert [first.wait(120), second.wait(120)] == [2, 2]
+    for log in logs:
+        assert "2 processes cannot share a mesh of 1 devices equally" in log.read_text(), log.read_text()
+
+
+def test_a_process_that_does_not_come(place: tuple[str, ...], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for role in (["--node-rank", "0"], ["--node-rank", "1", "--headless"]):
+        with started(log, *place, *ENGINE, *role, "--join-timeout", "2") as process:
+            assert process.wait(60) == 2
+        assert "within join_timeout=2 s" in log.read_text() and "Traceback" not in log.read_text(), log.read_text()
