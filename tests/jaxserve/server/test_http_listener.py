@@ -22,7 +22,6 @@ from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_api.app import RequestLabels
 from jaxserve.server.http_listener import http_listening
 from jaxserve.server.http_protocol import MAX_HEADER_BYTES, HttpProtocol
-from jaxserve.server.settings import ServerConfig
 from tests.certificates import Authority
 from tests.jaxserve.server.http_fakes import Connection, FakeEngine, Server, make_server
 
@@ -594,7 +593,7 @@ def test_the_callers_address_is_escaped(caplog: pytest.LogCaptureFixture) -> Non
     connection = Connection("GET", "/", b"", {})
     connection.scope["client"] = ("fe80::1%\n\x1b[31m", 1)
     with caplog.at_level(logging.INFO, "jaxserve"):
-        asyncio.run(RequestLabels(app, ServerConfig())(connection.scope, connection.receive, connection.send))
+        asyncio.run(RequestLabels(app, make().frontend)(connection.scope, connection.receive, connection.send))
     assert r'fe80::1%\n\x1b[31m:1 "GET /" 200' in caplog.text
 
 
