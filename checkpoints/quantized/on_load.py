@@ -58,7 +58,6 @@ METHODS: Final[Mapping[str, Method]] = {
     "fp8_per_block": Method("8-bit floats in blocks of 128 × 128", "float8_e4m3fn", GROUP, GROUP),
 }
 """By the name that vLLM has for them."""
-SHORT_NAMES: Final[Mapping[str, str]] = {"fp8": "fp8_per_tensor", "int8": "int8_w8a8"}
 
 
 class Made(NamedTuple):

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from checkpoints.quantized.on_load import METHODS, SHORT_NAMES
 from jaxserve.api.errors import ConfigError
 
 NAME = "quantization_config"
@@ -14,6 +13,17 @@ KEYS: Mapping[str, tuple[str | None, ...]] = MappingProxyType(
     {"weights": ("auto", "stored", "decoded"), "activations": (None, "int8")}
 )
 """The values that each key accepts, the default first."""
+METHODS = (
+    "int8_w8a8",
+    "int8_per_channel_weight_only",
+    "int4_group",
+    "fp8_per_tensor",
+    "fp8_per_channel",
+    "fp8_per_block",
+)
+"""Ways to quantize float weights while they are loaded: those of ``checkpoints.quantized.on_load``, which a front end
+does not import."""
+SHORT_NAMES: Mapping[str, str] = MappingProxyType({"int8": "int8_w8a8", "fp8": "fp8_per_tensor"})
 PARTS = ("linear", "moe", "head")
 """What is quantized while it is loaded, each in a way of its own."""
 RULES = (*PARTS, "targets", "ignore")

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Final, TypeGuard
 
 from checkpoints import CheckpointError, is_gguf
-from checkpoints.quantized.on_load import METHODS as ON_LOAD
-from checkpoints.quantized.on_load import SHORT_NAMES
 from checkpoints.quantized.registry import format_for, method_of
 from checkpoints.quantized.settings import read_settings, settings_of
 from jaxserve.api.errors import ConfigError, UnsupportedModelError
+from jaxserve.api.quantization import METHODS as ON_LOAD
+from jaxserve.api.quantization import SHORT_NAMES
 
 _METHOD_NAMES: Final[Mapping[str, str]] = {
     **dict.fromkeys(("awq_marlin", "auto_awq"), "awq"),

@@ -23,7 +23,7 @@ from checkpoints import (
     progress_bar,
     resolve_model,
 )
-from checkpoints.quantized.on_load import METHODS, SHORT_NAMES, Made, OnLoadReader
+from checkpoints.quantized.on_load import METHODS, Made, OnLoadReader
 from checkpoints.quantized.planes import Blocks, Planes, Words, pairs_of
 from checkpoints.quantized.reader import QuantizedReader, keep_records, quantized_in
 from checkpoints.quantized.records import Kept, Records
@@ -31,6 +31,7 @@ from checkpoints.quantized.settings import is_openai_config, read_settings
 from checkpoints.recipe_check import MAX_LISTED
 from jaxserve.api.config_checks import DTYPES
 from jaxserve.api.errors import ConfigError
+from jaxserve.api.quantization import SHORT_NAMES
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.layers.cpu import has_bfloat16_products
 from jaxserve.layers.model_config import ModelConfig

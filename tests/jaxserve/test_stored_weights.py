@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from checkpoints.quantized.on_load import METHODS, SHORT_NAMES
+from checkpoints.quantized.on_load import METHODS
 from jaxserve import LLM, SamplingParams
 from jaxserve.api.errors import ConfigError
+from jaxserve.api.quantization import METHODS as NAMES
+from jaxserve.api.quantization import SHORT_NAMES
 from jaxserve.cli import main
 from jaxserve.device.build import load_params
 from jaxserve.reshard.resident_weights import check_same_parameters, move_weights
@@ -222,3 +224,8 @@ def test_the_plan_counts_the_bytes_of_stored_weights(tmp_path: Path) -> None:
         plan = make_plan(quantized, **choice)
         arrays = load_params(plan, plan.models[0])
         assert plan.needs.weights == sum(array.nbytes for array in arrays)
+
+
+def test_settings_know_every_way_to_quantize() -> None:
+    assert NAMES == tuple(METHODS)
+    assert set(SHORT_NAMES.values()) < set(NAMES)
