@@ -67,7 +67,8 @@ def with_checkpoints(
     if config.enable_prefix_caching and stated != 0:
         most = max(_MOST_CHECKPOINTS, 8 * stages[0].max_num_seqs)
         count = min(_count(config, needs, device, sharing) for needs in recurrent)
-        count = count if stated is not None else min(count, most)
+        is_small = all(needs.state <= needs.page for needs in recurrent)  # as many as pages are of use
+        count = count if stated is not None or is_small else min(count, most)
     one = sum(needs.state for needs in recurrent)
     if count:
         logger.info("Prefix cache: up to %d states of recurrent layers, %s each", count, gib(one))

@@ -166,7 +166,8 @@ def make_replicas(config: EngineConfig, plan: EnginePlan, runners: Iterable[Runn
     drafts, admits_whole = config.num_speculative_tokens, config.enable_chunked_prefill is False
     most_samples, shares_parts = plan.buckets.max_step_samples, plan.models[-1].abstract_states() is None
     more = plan.needs.windows, plan.num_stages, admits_whole, most_samples, config.adapts_drafts
-    limits = SchedulerLimits(*sizes, drafts, *more, config.num_lookahead, shares_parts, sharded.num_states)
+    states = sharded.num_states, 0 < plan.needs.state <= plan.needs.page
+    limits = SchedulerLimits(*sizes, drafts, *more, config.num_lookahead, shares_parts, *states)
     is_ahead = config.async_scheduling is not False and not (drafts and sharded.num_states)  # see draft_states
     depth = (STEPS_IN_FLIGHT if is_ahead else 1) + plan.num_stages - 1
     replicas, speculation = list[Replica](), config.speculative_config

@@ -26,12 +26,13 @@ class ContextStates:
         allocator: Allocator of the state pages.
         page_size: Tokens of a page of keys and values.
         has_drafts: Whether rows have drafts, so that a sequence has a second page.
+        is_small: Whether a state takes no more memory than a page, so that each page gets one.
     """
 
-    def __init__(self, allocator: StateAllocator, page_size: int, has_drafts: bool = False):
+    def __init__(self, allocator: StateAllocator, page_size: int, has_drafts: bool = False, is_small: bool = False):
         self.allocator = allocator
         self._page_size, self._has_drafts = page_size, has_drafts
-        self._distance = -(-_DISTANCE // page_size) * page_size
+        self._distance = page_size if is_small else -(-_DISTANCE // page_size) * page_size
 
     def find(self, sequence: Sequence, num_common: int) -> tuple[Checkpoint, int] | None:
         """Return the deepest checkpoint to go on from, and its length; at least one token is left to compute.
@@ -153,4 +154,4 @@ def context_states(limits: SchedulerLimits, allocator: PageAllocator) -> Context
         return None
     has_drafts = limits.max_draft_tokens > 0
     states = StateAllocator(limits.num_states, limits.max_num_seqs * (1 + has_drafts), allocator.keeps_free_pages)
-    return ContextStates(states, allocator.page_size, has_drafts)
+    return ContextStates(states, allocator.page_size, has_drafts, limits.has_small_states)

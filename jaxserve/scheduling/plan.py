@@ -76,6 +76,7 @@ class SchedulerLimits(NamedTuple):
         max_step_samples: Most samples per step of which some follow drafts; None for no limit. A row without samples
             counts as one.
         adapts_drafts: Whether fewer drafts are verified where that is faster.
+        has_small_states: Whether a state has at most as many bytes as a page of keys and values.
         num_states: State pages of a model with recurrent layers, at least one for each sequence, or two with drafts; 0
             for other models.
     """
@@ -92,6 +93,7 @@ class SchedulerLimits(NamedTuple):
     num_lookahead: int = 0
     shares_parts: bool = True
     num_states: int = 0
+    has_small_states: bool = False
 
     @property
     def can_wait(self) -> bool:

@@ -79,6 +79,23 @@ def test_what_was_dropped_is_forgotten_in_the_end() -> None:
     assert not dropped.has(b"more")
 
 
+@pytest.mark.parametrize(("is_small", "expected"), [(True, [4, 8, 12, 16]), (False, [])])
+def test_states_no_larger_than_pages_are_kept_after_every_page(is_small: bool, expected: list[int]) -> None:
+    """Also without plenty of room, before and among those of the answer."""
+    limits = SchedulerLimits(1, 600, num_states=6, has_small_states=is_small)
+    scheduler = Scheduler(limits, PageAllocator(100, PAGE))
+    sequence = Sequence(Request(request_id="a"), list(ONE), 20, 30, num_generation_tokens=20)
+    scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert plan is not None and [snapshot.num_tokens for snapshot in plan.snapshots] == expected
+    copies = 0
+    while sequence.finish_reason is None:
+        scheduler.complete(plan, [[7] if count else [] for count in plan.num_samples])
+        plan = scheduler.schedule() or plan
+        copies += sequence.finish_reason is None and len(plan.state_copies)
+    assert copies == (3 if is_small else 0)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_states_are_kept_while_a_context_decodes(depth: int) -> None:
     """After every 256 tokens, by a copy before the row that follows, of the sequence's own page."""
