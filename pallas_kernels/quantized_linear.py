@@ -113,6 +113,7 @@ FORMS: Mapping[str, Form] = {
     "q4_k_int8": Q4_K._replace(activations="group"),
     "int4_channel": INT4_CHANNEL,
     "mxfp4": MXFP4,
+    "mxfp4_int8": MXFP4._replace(activations="group"),
     "nvfp4": NVFP4,
     "nf4": NF4,
     "fp8_block": FP8_BLOCK,

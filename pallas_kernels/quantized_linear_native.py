@@ -47,13 +47,20 @@ def _unsupported_form(form: Form) -> str | None:
         return f"scales, zeros, biases and factors must be {', '.join(filter(None, _NUMBERS))}, not {unknown[0]}"
     if form.activations in ROUNDED and form.values in FLOATS:
         return f"activations that are rounded to int8 need integer codes, not {form.values}"
-    if form.activations in ROUNDED and form.table not in (None, _PLAIN):
-        return "activations that are rounded to int8 need codes that are the values, not a table"
+    if form.activations in ROUNDED and form.table not in (None, _PLAIN) and not _is_whole(form):
+        return "activations that are rounded to int8 need codes whose values, or these twice, are integers of 8 bits"
     if form.values == "int6" and form.span % 8:
         return f"records of int6 codes must have a multiple of 8 features, not {form.span}"
     if form.values == "uint4" and form.activations in ROUNDED and not 0 <= form.zero < 16:
         return f"the zero of uint4 codes must be 0 to 15, not {form.zero}"
     return None
+
+
+def _is_whole(form: Form) -> bool:
+    """Whether the values of codes, or these twice, are integers that rounded rows can be multiplied with."""
+    values = np.array(form.table)
+    is_whole = any((np.abs(values * power) <= 127).all() and (values * power % 1 == 0).all() for power in (1, 2))
+    return is_whole and form.zero == 0 and form.zeros is None
 
 
 def packed_shape(outer: int, inner: int, form: Form, is_gated: bool = False) -> tuple[int, ...]:

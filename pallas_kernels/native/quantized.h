@@ -39,6 +39,11 @@ typedef struct {
   int center;       // subtracted from codes before they are multiplied with rounded rows
   float table[16];  // of codes of half a byte: what kernels multiply with rows that are not rounded
   int is_exact_in_bf16;  // all that codes stand for
+  // What rounded rows are multiplied with in place of codes of half a byte that a table has other values for: these times a
+  // power of two, and plus the center; scales are multiplied by the inverse of the power.
+  int has_whole_table;
+  uint8_t whole_table[16];
+  float table_scale;
 } Quantized;
 
 static inline int64_t number_bytes(int32_t kind) {

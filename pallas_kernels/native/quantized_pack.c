@@ -14,6 +14,24 @@ static int64_t filled_up(int64_t bytes) {
   return (lines - bytes) * 50 < bytes ? lines : bytes;
 }
 
+// Fills in what rounded rows are multiplied with; returns 0 if the table's values, or these twice, are no integers.
+static int describe_whole_table(Quantized *q, const float *table) {
+  for (float power = 1; power <= 2; power *= 2) {
+    int is_whole = 1;
+    for (int i = 0; i < 16; i++) {
+      const float value = table[i] * power;
+      is_whole &= value >= -127 && value <= 127 && value == (float)(int)value;
+      if (is_whole) q->whole_table[i] = (uint8_t)((int)value + 128);
+    }
+    q->has_whole_table = is_whole;
+    q->center = 128;
+    q->offset = 0;
+    q->table_scale = 1 / power;
+    if (is_whole) return 1;
+  }
+  return 0;
+}
+
 int describe(Quantized *q, const Form *form, int64_t num_in, const float *table) {
   const Form f = *form;
   if (f.values < CODES_INT8 || f.values > CODES_E5M2 || f.span <= 0 || f.group <= 0 || f.factor_group <= 0) return 0;
@@ -48,6 +66,8 @@ int describe(Quantized *q, const Form *form, int64_t num_in, const float *table)
   } else {
     q->offset = (float)(f.values == CODES_UINT8 ? f.zero - 128 : f.zero);
   }
+  q->table_scale = 1;
+  if (f.values == CODES_UINT4 && is_rounded && !is_plain && (f.zero || f.zeros || !describe_whole_table(q, table))) return 0;
   q->has_offset = f.zeros != NO_NUMBERS || q->offset != 0;
   q->is_exact_in_bf16 = 1;
   for (int i = 0; i < 16; i++) {
@@ -56,7 +76,7 @@ int describe(Quantized *q, const Form *form, int64_t num_in, const float *table)
     memcpy(&bits, q->table + i, sizeof bits);
     q->is_exact_in_bf16 &= !(bits & 0xffff);
   }
-  return !(f.values == CODES_UINT4 && is_rounded && (!is_plain || f.zero < 0 || f.zero > 15));
+  return !(f.values == CODES_UINT4 && is_rounded && is_plain && (f.zero < 0 || f.zero > 15));
 }
 
 typedef struct {

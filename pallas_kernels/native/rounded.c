@@ -18,6 +18,7 @@ enum { QUAD_WORDS = 1 };  // of four numbers of a row
 #else
 enum { QUAD_WORDS = 2 };  // of 16 bits each: the first and the third, the second and the fourth
 #endif
+enum { TABLE = 0 };  // in place of the bits of codes: four, which a table has numbers for
 enum {
   VECTORS = 2,  // of a panel's outputs in registers; of a gated one gates, and what they multiply
   FEW_ROWS = ROWS / PANELS_AT_ONCE,  // that leave room for several panels
@@ -96,11 +97,12 @@ INLINE void add_six(const int rows, const int panels, const Quantized *q, const 
 }
 
 // Adds products with some features of a group, of which `codes` are the first panel's.
-INLINE void add_codes(const int rows, const int panels, const int is_half, const Quantized *q, const Span *span,
-                      const char *codes, const int32_t *x, int64_t num_words, Ints sum[ROWS][PANELS_AT_ONCE * VECTORS]) {
+INLINE void add_codes(const int rows, const int panels, const int is_half, const int has_table, const Quantized *q,
+                      const Span *span, const char *codes, const int32_t *x, int64_t num_words, Ints sum[ROWS][PANELS_AT_ONCE * VECTORS]) {
   enum { MOST = PANELS_AT_ONCE * VECTORS };
   const int vectors = panels * VECTORS, step = VECTORS * LANES == PANEL ? LANES : span->step;
   const int64_t stride = panel_bytes(q);
+  const Ints table = has_table ? whole_table_of(q) : ints_zero();
   codes += span->lane * 4;
   for (; num_words; num_words--, codes += STEP_BYTES) {
     Ints words[MOST];
@@ -115,7 +117,10 @@ INLINE void add_codes(const int rows, const int panels, const int is_half, const
       Ints quads[MOST];
 #pragma GCC unroll 6
       for (int j = 0; j < vectors; j++)
+      {
         quads[j] = is_half ? ints_and(half ? ints_down(words[j], 4) : words[j], ints_set(0x0f0f0f0f)) : words[j];
+        if (has_table) quads[j] = ints_shuffle(table, quads[j]);
+      }
 #pragma GCC unroll 12
       for (int r = 0; r < rows; r++)
 #pragma GCC unroll 6
@@ -133,7 +138,7 @@ static void add_group(int rows, int panels, const Linear *l, const Span *span, i
   for (int p = 0; p < panels; p++) {
     const char *panel = span->panel + p * panel_bytes(q), *at = group_of(q, panel, group), *block = block_of(q, panel, group);
     for (int j = 0; j < VECTORS; j++) {
-      const GroupNumbers of_group = numbers_of(q, block, at, span->lane + j * step);
+      const GroupNumbers of_group = whole_numbers_of(q, block, at, span->lane + j * step);
       for (int r = 0; r < rows; r++) {
         const int64_t place = p * span->partial_panel + r * PANEL + j * step;
         float *total = span->totals + place;
@@ -165,7 +170,8 @@ INLINE void multiply_tile(const int rows, const int panels, const int bits, cons
     const char *codes = group_of(q, span->panel, group) + codes_bytes(&q->form, k - first);
     const int32_t *from = x + k / 4 * rows * QUAD_WORDS;
     if (bits == 6) add_six(rows, panels, q, span, codes, from, stop - k, sum);
-    else add_codes(rows, panels, bits == 4, q, span, codes, from, (stop - k) * bits / 32, sum);
+    else if (bits == TABLE) add_codes(rows, panels, 1, 1, q, span, codes, from, (stop - k) / 8, sum);
+    else add_codes(rows, panels, bits == 4, 0, q, span, codes, from, (stop - k) * bits / 32, sum);
     k = stop;
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -212,12 +218,15 @@ static void multiply_bytes(int rows, int panels, const Linear *l, const Span *sp
 static void multiply_halves(int rows, int panels, const Linear *l, const Span *span) {
   multiply_rows(rows, panels, 4, l, span);
 }
+static void multiply_table(int rows, int panels, const Linear *l, const Span *span) {
+  multiply_rows(rows, panels, TABLE, l, span);
+}
 static void multiply_six(int rows, int panels, const Linear *l, const Span *span) {
   multiply_rows(rows, panels, 6, l, span);
 }
 static void multiply_span(int rows, int panels, const Linear *l, const Span *span) {
   switch (l->quantized->form.values) {
-    case CODES_UINT4: multiply_halves(rows, panels, l, span); break;
+    case CODES_UINT4: (l->quantized->has_whole_table ? multiply_table : multiply_halves)(rows, panels, l, span); break;
     case CODES_INT6: multiply_six(rows, panels, l, span); break;
     default: multiply_bytes(rows, panels, l, span);
   }

@@ -8,7 +8,7 @@
 #include "rounded_rows.h"
 
 typedef int32_t Sum;
-#define NUMBERS_OF numbers_of
+#define NUMBERS_OF whole_numbers_of
 enum { ROWS = TILE_ROWS, VECTORS = 2, ITEM = 1, NUMBERS = GROUP_NUMBERS, CHUNK = 2048, FEW_CHUNK = 512 };
 
 // Codes of a byte lie as they are multiplied.
@@ -32,13 +32,15 @@ static void unpack_six(const Quantized *q, const char *codes, int64_t count, cha
 // Codes of half a byte less their center, as [features / 4][32][4] with the quads of quantized rows.
 static void unpack(const Quantized *q, const char *codes, int64_t count, char *to) {
   if (q->form.values == CODES_INT6) return unpack_six(q, codes, count, to);
-  const Ints half = ints_set(0x0f0f0f0f), center = _mm512_set1_epi8((char)q->center);
+  const Ints table = whole_table_of(q), half = ints_set(0x0f0f0f0f), center = _mm512_set1_epi8((char)q->center);
   for (int64_t k = 0; k < count; k += 8, codes += STEP_BYTES, to += 2 * STEP_BYTES)
     for (int j = 0; j < STEP_BYTES; j += 64) {
       const Ints words = ints_load(codes + j);
       __builtin_prefetch(codes + j + SPAN_PREFETCH);
-      ints_store(to + j, _mm512_sub_epi8(ints_and(words, half), center));
-      ints_store(to + STEP_BYTES + j, _mm512_sub_epi8(ints_and(ints_down(words, 4), half), center));
+      Ints even = ints_and(words, half), odd = ints_and(ints_down(words, 4), half);
+      if (q->has_whole_table) even = ints_shuffle(table, even), odd = ints_shuffle(table, odd);
+      ints_store(to + j, _mm512_sub_epi8(even, center));
+      ints_store(to + STEP_BYTES + j, _mm512_sub_epi8(odd, center));
     }
 }
 

@@ -82,6 +82,23 @@ INLINE RoundedRow round_row(const Linear *l, int64_t row, float *scratch, float 
   return found;
 }
 
+// The numbers of a group for sums of integers.
+INLINE GroupNumbers whole_numbers_of(const Quantized *q, const char *block, const char *group, int lane) {
+  GroupNumbers found = numbers_of(q, block, group, lane);
+  found.scale = vec_mul(found.scale, vec_set(q->table_scale));
+  return found;
+}
+
+// The members of the table that the lower halves of bytes name.
+INLINE Ints whole_table_of(const Quantized *q) {
+  const __m128i table = _mm_loadu_si128((const __m128i *)q->whole_table);
+#ifdef __AVX512F__
+  return _mm512_broadcast_i32x4(table);
+#else
+  return _mm256_broadcastsi128_si256(table);
+#endif
+}
+
 // What a group of a row adds: of `total` for a vector of outputs, whose products with the codes are `sum`.
 INLINE Vec add_rounded(const Parts parts, const GroupNumbers *of_group, Ints sum, const float *of_row, int64_t stride,
                        Vec total) {

@@ -29,6 +29,10 @@ ODD_FORMS = {
     "signed_zeros": (Form("int8", 16, 64, "bfloat16", zeros="int8", activations="group"), 128),
     "scales_of_e5m2": (Form("uint4", 16, 16, "float8_e5m2", zero=8, factors="bfloat16", factor_group=48), 96),
     "int6_groups_of_8": (Form("int6", 8, 8, "float16", zero=3, activations="row"), 56),
+    "table_of_bytes": (
+        Form("uint4", 16, 32, "float16", table=tuple(16.0 * code - 127 for code in range(16)), activations="group"),
+        96,
+    ),
     "divided_scales": (op.NVFP4._replace(divides=True), 96),
     "int6_zeros": (Form("int6", 8, 24, "float16", zeros="int8", biases="float16"), 96),
     "zero_of_uint8": (Form("uint8", 32, 0, zero=128, activations="row"), 224),
