@@ -35,6 +35,11 @@ class TorchReader(FileReader):
         self._archive = _Archive(self._file)
         table = read_tensor_table(self._archive.read_pickle(), str(self._file.path))
         self._inflated_keys = {name: tensor.storage.key for name, tensor in table.items()}
+        self._storage_bytes: dict[str, int] = {}
+        for tensor in table.values():
+            storage = tensor.storage
+            num_bytes = storage.num_elements * storage.dtype.itemsize
+            self._storage_bytes[storage.key] = max(num_bytes, self._storage_bytes.get(storage.key, 0))
         self._last_inflated: tuple[str, np.ndarray] | None = None
         return {name: self._layout(name, tensor) for name, tensor in table.items()}
 
@@ -77,7 +82,7 @@ class TorchReader(FileReader):
         """Return the bytes of a compressed storage, which torch never writes; the last one is cached."""
         last = self._last_inflated
         if last is None or last[0] != key:
-            last = (key, np.frombuffer(self._archive.read_storage(key), np.uint8))
+            last = (key, np.frombuffer(self._archive.read_storage(key, self._storage_bytes[key]), np.uint8))
             self._last_inflated = last
         return last[1]
 
@@ -127,10 +132,17 @@ class _Archive:
             raise CheckpointError(f"{where}: storage {key!r} is not in the archive")
         return entry
 
-    def read_storage(self, key: str) -> bytes:
-        """Return all bytes of a compressed storage; its declared size is checked against deflate's maximum ratio."""
+    def read_storage(self, key: str, num_bytes: int) -> bytes:
+        """Return the bytes of a compressed storage, and inflate nothing that follows them.
+
+        The size that its entry declares is checked against deflate's maximum ratio.
+
+        Args:
+            key: Key of the storage.
+            num_bytes: Size of the storage, at most that of the entry.
+        """
         entry = self.storage_entry(key, str(self._file.path))
-        return self._read_entry(entry, entry.compress_size * MAX_DEFLATE_RATIO)
+        return self._read_entry(entry, entry.compress_size * MAX_DEFLATE_RATIO, num_bytes)
 
     def data_start(self, entry: zipfile.ZipInfo, where: str) -> int:
         """Return the file position of the first byte of an uncompressed entry."""
@@ -141,7 +153,8 @@ class _Archive:
             raise CheckpointError(f"{where}: entry {entry.filename!r} of the archive reaches outside the file")
         return start
 
-    def _read_entry(self, entry: zipfile.ZipInfo, limit: int) -> bytes:
+    def _read_entry(self, entry: zipfile.ZipInfo, limit: int, num_bytes: int | None = None) -> bytes:
+        """Return an entry's first bytes, or all if ``num_bytes`` is None; it may declare up to ``limit``."""
         if entry.file_size > limit:
             raise CheckpointError(
                 f"{self._file.path}: entry {entry.filename!r} of the archive declares {entry.file_size} bytes, "
@@ -149,9 +162,14 @@ class _Archive:
             )
         try:
             with zipfile.ZipFile(self._file.path) as archive, archive.open(entry) as stream:
-                return stream.read(entry.file_size)
+                content = stream.read(entry.file_size if num_bytes is None else num_bytes)
         except (*_DAMAGED_ZIP, RuntimeError) as error:
             raise CheckpointError(f"{self._file.path}: entry {entry.filename!r} is damaged: {error}") from error
+        if num_bytes is not None and len(content) < num_bytes:
+            raise CheckpointError(
+                f"{self._file.path}: entry {entry.filename!r} is damaged: it has {len(content)} bytes, not {num_bytes}"
+            )
+        return content
 
 
 def _is_compressed(entry: zipfile.ZipInfo) -> bool:

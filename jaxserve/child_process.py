@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 READY = "ready"
 """The line that a child of a ``ProcessPool`` writes when it is ready for jobs."""
 _START_LIMIT_S = 60.0
+_KEPT = frozenset(("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"))
+_KEPT_PREFIXES = ("PYTHON", "LC_", "MALLOC_")
 
 
 class LineProcess:
@@ -32,7 +34,7 @@ class LineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if is_quiet else None,
-            env=child_environment(),
+            env=_clean_environment(),
         )
 
     def ask(self, line: bytes, limit_s: float) -> bytes | None:
@@ -185,5 +187,17 @@ class ProcessPool:
 
 
 def child_environment() -> dict[str, str]:
-    """Return an environment in which a child process finds the same modules."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    """Return an environment in which a child process finds the same modules, without the keys of a server's clients."""
+    kept = {name: value for name, value in os.environ.items() if not _is_secret(name)}
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def _clean_environment() -> dict[str, str]:
+    """Return the environment of a process that runs others' templates and grammars: nothing but what Python needs."""
+    given = child_environment()
+    return {name: value for name, value in given.items() if name in _KEPT or name.startswith(_KEPT_PREFIXES)}
+
+
+def _is_secret(name: str) -> bool:
+    """Return whether a variable may hold a secret that no child needs; an engine may need HF_TOKEN to download."""
+    return name.endswith("_API_KEY") or name.startswith(("OTEL_", "AWS_"))

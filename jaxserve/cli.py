@@ -25,6 +25,7 @@ from jaxserve.cli_arguments import (
     sampling_arguments,
 )
 from jaxserve.group import launch
+from jaxserve.log_output import queued_log
 from jaxserve.server import command
 from jaxserve.standard_streams import STATUS_FAILED, standard_streams
 
@@ -168,7 +169,9 @@ def _serve(options: argparse.Namespace) -> None:
         from jaxserve.group.follower import run_follower
 
         run_follower(arguments, place)
-    sys.exit(asyncio.run(serve(arguments, config, place)))
+    with queued_log(config.log_format):
+        status = asyncio.run(serve(arguments, config, place))
+    sys.exit(status)
 
 
 def _generate(options: argparse.Namespace) -> None:

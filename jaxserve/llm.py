@@ -250,6 +250,7 @@ class LLM(RunningModel):
         """
         requests = chat_prompts(
             self._started.tokenizer,
+            self._renderer,
             messages,
             sampling_params,
             self._started.default_params,

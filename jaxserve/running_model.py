@@ -16,6 +16,7 @@ from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.reshard.resharding import Resharder
 from jaxserve.text.chat_prompt import read_template
+from jaxserve.text.render_pool import RenderPool
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,8 @@ class RunningModel(abc.ABC):
     def __init__(self, config: EngineConfig):
         config = with_verifier(config)
         self._chat_template = read_template(config.chat_template)
+        self._renderer = RenderPool()
+        weakref.finalize(self, self._renderer.close)
         self._resharder = Resharder(config, start_engine(config))
         logger.info("%s", self.ledger)
         self.engine = self._started.engine
@@ -74,5 +77,6 @@ class RunningModel(abc.ABC):
     def _stop(self, drain_s: float = 0.0) -> None:
         """Stop the loop, free the devices' memory, and wait for its threads."""
         self._loop.stop(drain_s)
+        self._renderer.close()
         self._loop.join_preparation()
         atexit.unregister(self._loop.stop)

@@ -5,7 +5,8 @@ table or an 8-bit float type has for the code. A row is a sequence of *records*,
 
     codes | scale | zero | bias | factor of the scale | factor of the bias
 
-Codes take a byte each or half of one, the lower half first; of the others a record has those that the form has. So a
+Codes take a byte each or half of one, the lower half first; int6 are bytes from -32 to 31, of which native kernels keep
+six bits. Of the others a record has those that the form has. So a
 matrix is uint8 [outer, records * bytes of a record], which can be cut between any two records, whatever the size of the
 groups that share a scale: records of one group repeat it.
 """
@@ -21,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 FLOATS = ("float8_e4m3fn", "float8_e5m2")
-VALUES = ("uint4", "int8", "uint8", *FLOATS)
+VALUES = ("uint4", "int6", "int8", "uint8", *FLOATS)
 ROUNDED = ("row", "group")  # activations that are 8-bit integers
 
 
@@ -41,6 +42,7 @@ class Form(NamedTuple):
         table: Value of each of the 16 codes of uint4; None: the codes are the values.
         activations: How rows of activations are rounded: to 8 bits, "row" with a scale for each row, "group" with one
             for each group of it; "bfloat16" where the processor multiplies that (AMX), else not; None: they are not.
+        divides: Whether scales are divided by their factors, in place of multiplied; there are no biases then.
     """
 
     values: str
@@ -54,6 +56,7 @@ class Form(NamedTuple):
     factor_group: int = 0
     table: tuple[float, ...] | None = None
     activations: str | None = None
+    divides: bool = False
 
     @property
     def code_bytes(self) -> int:
@@ -154,7 +157,10 @@ def decode(records: UInt8[Array | np.ndarray, "... bytes"], form: Form) -> Float
         values -= form.zero
     if "zero" in fields:
         values -= fields["zero"]
-    scale = fields["scale"] if form.factors is None else fields["scale"] * fields["scale_factor"]
+    scale = fields["scale"]
+    if form.factors is not None:
+        factor = fields["scale_factor"]
+        scale = scale / factor if form.divides else scale * factor
     values *= scale
     if "bias" in fields:
         values += fields["bias"] if form.factors is None else fields["bias"] * fields["bias_factor"]
@@ -169,7 +175,8 @@ def _values(codes: UInt8[Array, "... bytes"], form: Form) -> Float[Array, "... s
         if form.table is None:
             return numbers.astype(jnp.float32)
         return jnp.asarray(form.table, jnp.float32)[numbers]
-    return lax.bitcast_convert_type(codes, jnp.dtype(form.values)).astype(jnp.float32)
+    kind = "int8" if form.values == "int6" else form.values
+    return lax.bitcast_convert_type(codes, jnp.dtype(kind)).astype(jnp.float32)
 
 
 def _numbers(data: UInt8[Array, "... bytes"], dtype: np.dtype) -> Float[Array, "..."]:
@@ -210,6 +217,7 @@ def random_records(form: Form, outer: int, inner: int, key: jax.Array) -> UInt8[
         codes = _bytes_of(jax.random.normal(first, shape), np.dtype(getattr(ml_dtypes, form.values)))
     else:
         codes = jax.random.bits(first, (*shape, 1), jnp.uint8)
+        codes = (codes & 63) - jnp.uint8(32) if form.values == "int6" else codes
     parts = [codes.reshape(shape)]
     for each, (name, dtype) in zip(keys, form.fields.items(), strict=True):
         group = form.shared_factors(inner) if name.endswith("factor") else form.shared(inner)
@@ -225,8 +233,10 @@ def _random_numbers(
     """Return numbers of a field of records from others between 0.5 and 1.5."""
     if field == "zero":
         return jnp.round(10 * uniform)
-    scale = inner**-0.5 / {"uint4": 8, "int8": 128, "uint8": 128}.get(form.values, 1)
+    scale = inner**-0.5 / {"uint4": 8, "int6": 32, "int8": 128, "uint8": 128}.get(form.values, 1)
     size = scale if field.startswith("scale") else inner**-0.5
+    if form.divides and field.endswith("factor"):
+        return 20 / size * uniform
     if form.factors is not None:
         size = size / 20 if field.endswith("factor") else 20.0 if dtype.kind in "iu" else 1.0
     return jnp.round(size * uniform) if dtype.kind in "iu" else size * uniform

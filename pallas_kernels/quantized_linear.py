@@ -82,7 +82,8 @@ INT8_CHANNEL = Form("int8", 32)
 W8A8 = INT8_CHANNEL._replace(activations="row")
 Q8_0 = Form("int8", 32, 32, "float16")
 GPTQ_8 = Form("uint8", 32, 128, "float16", zeros="uint8")
-Q6_K = Form("int8", 16, 16, "int8", factors="float16", factor_group=256)
+Q6_K = Form("int6", 16, 16, "int8", factors="float16", factor_group=256)
+Q5_K = Form("int6", 32, 32, "uint8", biases="uint8", factors="float16", factor_group=256)
 AWQ = Form("uint4", 32, 128, "float16", zeros="uint8")
 Q4_0 = Form("uint4", 32, 32, "float16", zero=8)
 MLX_4 = Form("uint4", 32, 64, "bfloat16", biases="bfloat16")
@@ -102,6 +103,8 @@ FORMS: Mapping[str, Form] = {
     "q8_0_int8": Q8_0._replace(activations="group"),
     "gptq_8": GPTQ_8,
     "q6_k": Q6_K,
+    "q6_k_int8": Q6_K._replace(activations="group"),
+    "q5_k": Q5_K,
     "awq": AWQ,
     "awq_int8": AWQ._replace(activations="group"),
     "q4_0": Q4_0,

@@ -19,7 +19,7 @@ from pallas_kernels.linear_native import aligned, call, num_panels
 from pallas_kernels.native_library import library, target, unavailable
 from pallas_kernels.quantized import FLOATS, ROUNDED, VALUES, Form
 
-_VALUES = {"int8": 1, "uint8": 2, "uint4": 3, "float8_e4m3fn": 4, "float8_e5m2": 5}
+_VALUES = {"int8": 1, "uint8": 2, "uint4": 3, "int6": 4, "float8_e4m3fn": 5, "float8_e5m2": 6}
 _NUMBERS = {
     None: 0,
     **{"float32": 1, "float16": 2, "bfloat16": 3, "float8_e8m0fnu": 4, "float8_e4m3fn": 5, "float8_e5m2": 6},
@@ -49,6 +49,8 @@ def _unsupported_form(form: Form) -> str | None:
         return f"activations that are rounded to int8 need integer codes, not {form.values}"
     if form.activations in ROUNDED and form.table not in (None, _PLAIN):
         return "activations that are rounded to int8 need codes that are the values, not a table"
+    if form.values == "int6" and form.span % 8:
+        return f"records of int6 codes must have a multiple of 8 features, not {form.span}"
     if form.values == "uint4" and form.activations in ROUNDED and not 0 <= form.zero < 16:
         return f"the zero of uint4 codes must be 0 to 15, not {form.zero}"
     return None
@@ -132,7 +134,7 @@ def _numbers_of(form: Form, inner: int) -> np.ndarray:
     """Return the struct ``Form`` of ``native/quantized.h``."""
     kinds = [_NUMBERS[kind] for kind in (form.scales, form.zeros, form.biases, form.factors)]
     groups = [form.span, form.shared(inner), _block(form, inner)]
-    numbers = [_VALUES[form.values], *groups, form.zero, _ACTIVATIONS[form.activations], *kinds]
+    numbers = [_VALUES[form.values], *groups, form.zero, _ACTIVATIONS[form.activations], *kinds, form.divides]
     return np.array(numbers, np.int32)
 
 

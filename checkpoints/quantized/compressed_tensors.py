@@ -227,7 +227,16 @@ def _open_float4(name: str, parts: dict[str, str], reader: CheckpointReader) -> 
     if not np.isfinite(divisor) or divisor == 0:
         raise CheckpointError(f"tensor {overall!r} (compressed-tensors) is {divisor}, expected a finite number but 0")
     return open_float4(
-        reader, _NAME, packed, scale, NVFP4_GROUP, (_E4M3,), lambda each: each.astype(np.float32) / divisor, "float32"
+        reader,
+        _NAME,
+        packed,
+        scale,
+        NVFP4_GROUP,
+        (_E4M3,),
+        lambda each: each.astype(np.float32),
+        _E4M3.name,
+        divisor,
+        divides=True,
     )
 
 

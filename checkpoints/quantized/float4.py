@@ -10,7 +10,7 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, info_of
-from checkpoints.quantized.planes import Planes, halves_of
+from checkpoints.quantized.planes import Factored, Planes, halves_of
 from checkpoints.quantized.records import Records
 from checkpoints.reader import CheckpointReader
 
@@ -47,6 +47,8 @@ def open_float4(
     scale_dtypes: Collection[np.dtype],
     decode_scales: Callable[[np.ndarray], np.ndarray],
     scales: str,
+    factor: np.ndarray | None = None,
+    divides: bool = False,
 ) -> QuantizedTensor:
     """Return a matrix of four-bit floats.
 
@@ -59,6 +61,8 @@ def open_float4(
         scale_dtypes: Expected dtypes of the scales.
         decode_scales: Converts stored scales to float32.
         scales: Type that holds these exactly.
+        factor: A number that multiplies all scales; None: nothing does.
+        divides: Whether it divides them instead.
 
     Raises:
         CheckpointError: Another shape or dtype.
@@ -72,11 +76,17 @@ def open_float4(
         return decode_scales(reader.read(scale, (box_rows, columns)))
 
     def planes(box: Box) -> Planes:
-        return read_float4(lambda r, c: reader.read(packed, (r, c)), read_scales, box.rows, box.columns, group)
+        found = read_float4(lambda r, c: reader.read(packed, (r, c)), read_scales, box.rows, box.columns, group)
+        if factor is None:
+            return found
+        factored = Factored(found.scales, np.broadcast_to(factor, found.scales.shape))
+        scales = found.scales / factor if divides else found.scales * factor
+        return found._replace(scales=scales, factored=factored)
 
-    return QuantizedTensor(
-        (rows, 2 * num_bytes), (packed, scale), planes, records=lambda: float4_records(group, scales)
-    )
+    records = float4_records(group, scales)
+    if factor is not None:
+        records = records._replace(factors="float32", divides=divides)
+    return QuantizedTensor((rows, 2 * num_bytes), (packed, scale), planes, records=lambda: records)
 
 
 def float4_records(group: int, scales: str, is_transposed: bool = False) -> Records:

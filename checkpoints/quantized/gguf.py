@@ -17,7 +17,7 @@ from checkpoints.quantized.gguf_blocks import planes_of, records_of
 from checkpoints.quantized.gguf_file import GgufFiles
 from checkpoints.quantized.gguf_names import Source, architecture_of, scale_of, sources
 from checkpoints.quantized.gguf_types import GgufType
-from checkpoints.quantized.planes import Planes
+from checkpoints.quantized.planes import Factored, Planes
 from checkpoints.quantized.reader import QuantizedReader
 from checkpoints.reader import BaseReader, CheckpointReader
 from checkpoints.tensor_info import Index, TensorInfo, index_bounds, whole_index
@@ -147,9 +147,9 @@ class Gguf:
             found = planes_of(kind, data, slice(box.columns.start - skip, box.columns.stop - skip))
             if factors is None:
                 return found
-            return found._replace(
-                scales=found.scales * (factors[box.leading[0]] if factors.size > 1 else factors.reshape(()))
-            )
+            factor = factors[box.leading[0]] if factors.size > 1 else factors.reshape(())
+            factored = Factored(found.scales, np.broadcast_to(factor, found.scales.shape))
+            return found._replace(scales=found.scales * factor, factored=factored)
 
         shape = (*rows, row_bytes // kind.num_bytes * kind.block)
         return QuantizedTensor(shape, stored, planes, records=lambda: records_of(kind, factors is not None))

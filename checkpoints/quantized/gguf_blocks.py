@@ -36,8 +36,8 @@ class Unpacked(NamedTuple):
     factored: Factored | None = None
 
 
-_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
-"""Twice the values of the 4-bit floats of OCP's microscaling formats; scales are halved."""
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""Values of the 4-bit floats of OCP's microscaling formats; llama.cpp doubles them, and halves the scales."""
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 _PARITY = np.array([bits | (bits.bit_count() & 1) << 7 for bits in range(128)], np.uint8)
 """Eight signs of which seven are stored: the number of negative ones is even."""
@@ -169,7 +169,7 @@ def _tq2_0(blocks: np.ndarray) -> Unpacked:
 
 def _mxfp4(blocks: np.ndarray) -> Unpacked:
     exponent = blocks[:, :1]
-    scales = np.ldexp(np.float32(1), exponent.astype(np.int32) - 128)
+    scales = np.ldexp(np.float32(1), exponent.astype(np.int32) - 127)
     codes = Blocks(Fields(1, 4, 16))
     return Unpacked(codes, np.where(exponent == 255, np.float32(np.nan), scales), table=_E2M1)
 
@@ -177,10 +177,10 @@ def _mxfp4(blocks: np.ndarray) -> Unpacked:
 def _nvfp4(blocks: np.ndarray) -> Unpacked:
     scales = blocks[:, :4]
     exponent, mantissa = (scales >> 3 & 15).astype(np.int32), (scales & 7).astype(np.float32)
-    # Half of a float of 4 exponent and 3 mantissa bits; the sign is ignored, and all ones are 0 as in llama.cpp.
-    halves = np.ldexp(np.where(exponent == 0, mantissa, mantissa + 8), np.maximum(exponent, 1) - 11)
+    # Of 4 exponent and 3 mantissa bits; the sign is ignored, and all ones are 0 as in llama.cpp.
+    floats = np.ldexp(np.where(exponent == 0, mantissa, mantissa + 8), np.maximum(exponent, 1) - 10)
     codes = Blocks(Fields(4, 4, 8))
-    return Unpacked(codes, np.where(scales == 127, np.float32(0), halves), table=_E2M1)
+    return Unpacked(codes, np.where(scales == 127, np.float32(0), floats), table=_E2M1)
 
 
 def _iq4_nl(blocks: np.ndarray) -> Unpacked:
@@ -312,28 +312,30 @@ UNPACK: dict[str, Callable[[np.ndarray], Unpacked]] = {
 """By the name of the type."""
 
 
-_EXACT_SCALES = dict.fromkeys(
-    ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "NVFP4", "IQ4_NL"), "float16"
-) | {"MXFP4": "bfloat16"}
+_EXACT_SCALES = dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "IQ4_NL"), "float16") | {
+    "MXFP4": "float8_e8m0fnu",
+    "NVFP4": "float8_e4m3fn",
+}
 """Types that hold the scales and biases of a type of blocks exactly, where float32 is not needed."""
 
 
 def records_of(kind: GgufType, has_factors: bool) -> Records:
     """Return what rows of records of a type of blocks hold; with factors, scales are multiplied by other numbers."""
     found = UNPACK[kind.name](np.zeros((1, kind.num_bytes), np.uint8))
-    scales = "float32" if has_factors else _EXACT_SCALES.get(kind.name, "float32")
+    scales = _EXACT_SCALES.get(kind.name, "float32")
     biases, table = None if found.biases is None else scales, found.table
-    group, factors = kind.block // found.scales.shape[1], None
-    if found.factored is not None and not has_factors:
-        scales, factors = found.factored.scales.dtype.name, "float16"
+    group, factors, factor_group = kind.block // found.scales.shape[1], "float32" if has_factors else None, 0
+    if found.factored is not None:
+        scales, factors, factor_group = found.factored.scales.dtype.name, "float16", kind.block
         biases = None if found.factored.biases is None else found.factored.biases.dtype.name
-    if isinstance(found.codes, Blocks) and found.codes.low.width + found.codes.high.width <= 4:
+    bits = found.codes.low.width + found.codes.high.width if isinstance(found.codes, Blocks) else 8
+    if isinstance(found.codes, Blocks) and bits <= 4:
         values = None if table is None else tuple(map(float, table))
         own = Records("uint4", group, scales, found.codes.zero, biases=biases, table=values)
     else:
         assert table is None, kind
-        own = Records("int8", group, scales, biases=biases)
-    return own if factors is None else own._replace(factors=factors, factor_group=kind.block)
+        own = Records("int6" if bits <= 6 else "int8", group, scales, biases=biases)
+    return own._replace(factors=factors, factor_group=factor_group)
 
 
 def planes_of(kind: GgufType, data: np.ndarray, columns: slice) -> Planes:

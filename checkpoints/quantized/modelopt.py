@@ -68,7 +68,8 @@ class ModelOpt:
             scale,
             NVFP4_GROUP,
             _E4M3,
-            lambda scales: scales.astype(np.float32) * factor,
-            "float32",
+            lambda scales: scales.astype(np.float32),
+            _E4M3[0].name,
+            factor,
         )
         return found._replace(stored=stored)

@@ -21,7 +21,8 @@ class Records(NamedTuple):
     """What a quantized tensor holds. An element is ``(value - zero) * scale + bias``.
 
     Attributes:
-        values: Type of the codes: "uint4", "uint8", "int8", "float8_e4m3fn" or "float8_e5m2".
+        values: Type of the codes: "uint4", "int6" (bytes from -32 to 31), "uint8", "int8", "float8_e4m3fn" or
+            "float8_e5m2".
         group: Features that share scale, zero and bias; 0: all of a row.
         scales: A float type that holds the scales exactly.
         zero: Subtracted from every code.
@@ -31,6 +32,7 @@ class Records(NamedTuple):
         factors: Float type of what scales and biases, which are then integers, are multiplied by; None: nothing.
         factor_group: Features that share factors.
         is_transposed: Whether rows are the tensor's columns.
+        divides: Whether scales are divided by their factors, in place of multiplied; there are no biases then.
         rounds_activations: Whether the format also rounds activations to 8 bits, each row by its largest magnitude.
     """
 
@@ -45,6 +47,7 @@ class Records(NamedTuple):
     factor_group: int = 0
     is_transposed: bool = False
     rounds_activations: bool = False
+    divides: bool = False
 
     def num_bytes(self, span: int) -> int:
         """Bytes of a record."""

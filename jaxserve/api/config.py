@@ -153,6 +153,8 @@ class EngineConfig:
             ``summary`` counts them by the number of accepted tokens, ``detailed`` also lists them; ``none``: no report.
         disable_log_stats: Disable the periodic log line and per-request metrics.
         compilation_cache_dir: Directory that keeps compiled programs for the next start; empty disables it.
+        compilation_cache_max_bytes: Largest size of that directory for each kind of device; the programs go first that
+            were not used for longest. 0: no limit.
         warm_up: Run every program once before the engine is ready, so that no request waits for work that XLA delays
             until a program first runs, such as compiling matmul kernels. Adds 0.01 to 0.15 s to the start with native
             kernels, and less than 1 s with XLA's on two cores.
@@ -216,6 +218,7 @@ class EngineConfig:
     per_request_spec_decode_metrics: str = "none"
     disable_log_stats: bool = True
     compilation_cache_dir: str | None = None
+    compilation_cache_max_bytes: int = 8 << 30
     warm_up: bool = True
 
     @classmethod

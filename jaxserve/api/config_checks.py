@@ -39,6 +39,7 @@ _WHOLE_FIELDS = MappingProxyType(
         "max_num_seqs": 1,
         "max_num_batched_tokens": 1,
         "num_threads": 1,
+        "compilation_cache_max_bytes": 0,
         "seed": 0,
         "long_prefill_token_threshold": 0,
         "expert_load_metrics": 0,

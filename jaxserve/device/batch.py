@@ -39,7 +39,10 @@ def build(slots: Slots, plan: StepPlan, shape: BatchShape, variant: int, num_dra
     if shape.has_states:
         _fill_states(slots, views, plan, rows)
     views["sampled_slots"][:num_rows] = np.where(num_samples, rows, slots.num_slots)
-    views["counted_slots"][:num_rows] = np.where(starts >= slots.counted_from[rows], rows, slots.num_slots)
+    counted = starts
+    if shape.has_states and shape.max_samples > 1:  # rows may begin with accepted drafts
+        counted = starts + lengths - np.maximum(num_samples, 1)
+    views["counted_slots"][:num_rows] = np.where(counted >= slots.counted_from[rows], rows, slots.num_slots)
     num_single = num_rows if shape.decode_only else _num_single(lengths)
     views["num_shared_pages"][...] = _num_shared_pages(slots, rows[:num_single], starts[:num_single])
     if plan.targets:

@@ -27,7 +27,7 @@ from jaxserve.device.memory import (
     most_samples,
     set_gpu_memory_fraction,
 )
-from jaxserve.device.recurrent_plan import check_recurrent, with_checkpoints
+from jaxserve.device.recurrent_plan import check_recurrent, states_of_sequences, with_checkpoints
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.weight_choice import find_forms
 from jaxserve.layers.kv_layout import KVSpec, attended
@@ -250,7 +250,7 @@ def plan_stages(
         num_pages=1,
         num_slots=max_num_seqs,
         max_model_len=max_model_len,
-        num_states=max_num_seqs if any(module.state_specs) else 0,
+        num_states=states_of_sequences(config, module, max_num_seqs, max_num_batched_tokens),
         row_tile=row_tile,
         max_logprobs=model.vocab_size if config.max_logprobs == -1 else config.max_logprobs,
         logprobs_mode=config.logprobs_mode,

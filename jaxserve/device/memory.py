@@ -44,6 +44,7 @@ class MemoryNeeds:
             them: they can leave a gap that nothing else fits into.
         slots: Bytes of the slots' state besides pages.
         state: Bytes of the state page of one sequence, over all recurrent layers.
+        states_per_sequence: State pages of a running sequence.
         num_checkpoints: State pages of the prefix cache, besides those of running sequences.
         page_size: Tokens per page.
         max_model_len: Maximum context length in tokens.
@@ -59,6 +60,7 @@ class MemoryNeeds:
     max_num_seqs: int
     slots: int = 0
     state: int = 0
+    states_per_sequence: int = 1
     num_checkpoints: int = 0
     trials: int = 0
     drafter: int = 0
@@ -67,7 +69,7 @@ class MemoryNeeds:
     @property
     def num_states(self) -> int:
         """Number of state pages; 0 for a model without recurrent layers."""
-        return self.max_num_seqs + self.num_checkpoints if self.state else 0
+        return self.max_num_seqs * self.states_per_sequence + self.num_checkpoints if self.state else 0
 
     @property
     def table_pages(self) -> int:
@@ -317,6 +319,7 @@ def memory_needs(
         max_num_seqs=sharded.num_slots,
         slots=sharded.slot_state_bytes,
         state=sharded.state_bytes,
+        states_per_sequence=max(1, sharded.num_states // sharded.num_slots),
         trials=sharded.largest_weight_bytes + max_num_batched_tokens * abstract.layer_width * itemsize,
         windows=tuple(
             None if window is None else KVWindow(window, sharded.page_size, step_tokens)

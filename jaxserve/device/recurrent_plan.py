@@ -19,13 +19,34 @@ def check_recurrent(config: EngineConfig, module: CausalLM) -> None:
     """Check the settings of an engine for a model with recurrent layers.
 
     Raises:
-        ConfigError: Drafts are verified: a state has taken in the rejected ones too, and cannot go back.
+        ConfigError: A model on the device drafts, from states that rejected drafts would have changed.
     """
-    if any(module.state_specs) and config.speculative_config is not None:
+    if any(module.state_specs) and config.num_device_drafts:
+        assert config.speculative_config is not None
         raise ConfigError(
-            f"speculative_config is not supported for {module.config.architecture}: its recurrent layers overwrite "
-            "their states with every token, so that a rejected draft could not be taken back; remove speculative_config"
+            f"speculative_config method {config.speculative_config['method']!r} is not supported for "
+            f"{module.config.architecture}: it drafts on the device, before the host knows which drafts were accepted, "
+            "and the states of recurrent layers go back only then; use ngram, suffix or grammar, or remove "
+            "speculative_config"
         )
+
+
+def states_of_sequences(config: EngineConfig, module: CausalLM, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Return the state pages of running sequences: one of each, or two if rows have drafts.
+
+    Raises:
+        ConfigError: A step has no room for what sequences compute again after rejected drafts.
+    """
+    if not any(module.state_specs):
+        return 0
+    most = 1 + config.num_speculative_tokens
+    if max_num_batched_tokens < max_num_seqs * most and config.num_speculative_tokens:
+        raise ConfigError(
+            f"speculative_config with recurrent layers needs a max_num_batched_tokens of at least "
+            f"{max_num_seqs * most}, max_num_seqs={max_num_seqs} times 1 + num_speculative_tokens; got "
+            f"{max_num_batched_tokens}: raise it, or lower one of the others"
+        )
+    return max_num_seqs * (2 if config.num_speculative_tokens else 1)
 
 
 def with_checkpoints(

@@ -129,6 +129,7 @@ class StepBatch(NamedTuple):
         slots: Slot of each row; out of range for an empty row.
         row_starts: Index of the first query token of each row.
         sampled_tokens: Index of the query token that each sample follows.
+        counted_tokens: Index of the query token of each row that may count for penalties: the one that drafts follow.
         counted_slots: Slot of each row whose token counts for penalties; out of range for other rows.
         pooled_from: Index of the first query token of each row to pool; the row's end for none. Empty in decode steps.
         carried_slots: Slot whose sum the row continues; out of range if it starts a new sum.
@@ -145,6 +146,7 @@ class StepBatch(NamedTuple):
     slots: Int[Array, " R"]
     row_starts: Int[Array, " R"]
     sampled_tokens: Int[Array, " samples"]
+    counted_tokens: Int[Array, " R"]
     counted_slots: Int[Array, " R"]
     pooled_from: Int[Array, " pooled"]
     carried_slots: Int[Array, " pooled"]
@@ -226,6 +228,7 @@ def unpack(
         "context_lens": starts + lens,
         "next_positions": starts + lens,
         "row_starts": arrays["query_starts"],
+        "counted_tokens": arrays["query_starts"],
     }
     states = _state_rows(arrays, starts) if shape.has_states else None
     if shape.max_samples > 1:
@@ -233,6 +236,9 @@ def unpack(
             "next_positions": positions.at[arrays["sampled_tokens"]].get(mode="clip") + 1,
             "followed": arrays["tokens"].at[arrays["sampled_tokens"]].get(mode="clip"),
         }
+    if shape.max_samples > 1 and shape.has_states:  # rows may begin with accepted drafts, which have been counted
+        first_samples = jnp.searchsorted(arrays["sample_rows"], jnp.arange(shape.num_rows))
+        arrays["counted_tokens"] = arrays["sampled_tokens"].at[first_samples].get(mode="clip")
     if splits_rows and shape.has_drafts:
         arrays |= row_of_each_token(arrays, rows < shape.num_rows)
         written_rows = jnp.where(written_rows < shape.num_rows, arrays["query_starts"], shape.num_tokens)

@@ -244,8 +244,8 @@ def run_layers(
     After other stages, ``given`` is what they hand over, and there is no embedding.
     """
     x, aux, *_ = (*given, None, None)
-    first = batch.tokens.at[batch.row_starts].get(mode="clip")
-    tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, first, split))
+    latest = batch.tokens.at[batch.counted_tokens].get(mode="clip")
+    tables = state.tables._replace(token_counts=counted(state.tables.token_counts, batch.counted_slots, latest, split))
     hidden, pools, expert_tokens, own_aux = model.hidden(batch, state.pools, settings, x, aux_layers)
     kept, sums = state.sums, None
     if len(batch.pooled_from):

@@ -11,9 +11,9 @@ from jaxserve.api.draft_metrics import DraftReport
 from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.build import EnginePlan, plan_engine
-from jaxserve.device.compiling import use_compilation_cache
 from jaxserve.device.drafter_choice import check_drafter
 from jaxserve.device.memory import STEPS_IN_FLIGHT, MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
+from jaxserve.device.program_cache import check_entries, use_compilation_cache
 from jaxserve.device.runner_interface import Runner
 from jaxserve.device.stage import num_programs
 from jaxserve.device.start import make_runners, warm_up_runners
@@ -121,7 +121,8 @@ def start_engine(config: EngineConfig, leader: Leader | None = None) -> StartedE
     drafter = plan.models[-1].drafter
     if drafter is not None:
         check_drafter(drafter, plan.models[0].whole_model(), plan.load_format)
-    use_compilation_cache(config.compilation_cache_dir, plan.models[0].mesh.devices.flat[0])
+    device = plan.models[0].mesh.devices.flat[0]
+    programs = use_compilation_cache(config.compilation_cache_dir, device, config.compilation_cache_max_bytes)
     log_choices(plan)
     if AUTO in (config.tool_call_parser, config.reasoning_parser):
         logger.info("tool_call_parser: %s, reasoning_parser: %s", parsers.tools, parsers.reasoning)
@@ -129,6 +130,8 @@ def start_engine(config: EngineConfig, leader: Leader | None = None) -> StartedE
     made, temporary_bytes, load_s, compile_s = make_runners(plan)
     runners = made if leader is None else [lead(leader, each) for each in made]
     warm_up_s = warm_up_runners(runners) if config.warm_up else 0.0
+    if programs is not None:
+        check_entries(programs)
     engine = assemble_engine(config, plan, tokenizer, parsers.reasoning, runners)
     ledger = make_ledger(config, plan, temporary_bytes, resident_before)
     total_s = time.monotonic() - start
@@ -164,7 +167,8 @@ def make_replicas(config: EngineConfig, plan: EnginePlan, runners: Iterable[Runn
     most_samples, shares_parts = plan.buckets.max_step_samples, plan.models[-1].abstract_states() is None
     more = plan.needs.windows, plan.num_stages, admits_whole, most_samples, config.adapts_drafts
     limits = SchedulerLimits(*sizes, drafts, *more, config.num_lookahead, shares_parts, sharded.num_states)
-    depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
+    is_ahead = config.async_scheduling is not False and not (drafts and sharded.num_states)  # see draft_states
+    depth = (STEPS_IN_FLIGHT if is_ahead else 1) + plan.num_stages - 1
     replicas, speculation = list[Replica](), config.speculative_config
     pages, keeps = (sharded.num_pages, sharded.page_size), config.enable_prefix_caching
     for runner in runners:

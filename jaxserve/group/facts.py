@@ -17,7 +17,8 @@ from jaxserve.layers.cpu import cpu_key
 from pallas_kernels.native_library import unavailable
 
 _OWN_SETTINGS = frozenset(
-    "model tokenizer download_dir hf_token compilation_cache_dir chat_template disable_log_stats num_threads".split()
+    "model tokenizer download_dir hf_token compilation_cache_dir compilation_cache_max_bytes chat_template "
+    "disable_log_stats num_threads".split()
 )
 """Settings that may differ: where files are on each host, and what only one process does."""
 _JAX_SETTINGS = (

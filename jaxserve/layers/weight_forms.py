@@ -178,6 +178,7 @@ def form_of_records(records: Records, span: int, activations: str | None = None)
         records.factor_group,
         table=records.table,
         activations="row" if records.rounds_activations else activations,
+        divides=records.divides,
     )
 
 

@@ -170,7 +170,7 @@ class ConfigFields:
         if isinstance(value, list) and len(value) == count and all(_holds_number(each) and each > 0 for each in value):
             return tuple(float(each) for each in value)
         self._reject(field, f"a list of {count} numbers above 0")
-        return ()
+        return (1.0,) * count
 
     def items(self, field: str) -> tuple[object, ...] | None:
         """Return the members of a list; None if the field is missing."""

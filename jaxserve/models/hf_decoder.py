@@ -276,9 +276,11 @@ def read_activation(
 
 
 def read_dtype(fields: ConfigFields) -> str:
-    """Read ``dtype``, or ``torch_dtype`` as it was called before transformers 5."""
-    field = "dtype" if fields.is_given("dtype") else "torch_dtype"
-    dtype = fields.text(field, "float32").removeprefix("torch.")
-    if dtype not in _DTYPES:
-        fields.note(field, f"expected one of {', '.join(_DTYPES)}, got {dtype!r}")
-    return dtype
+    """Read ``dtype``, or ``torch_dtype`` as it was called before transformers 5; both are checked."""
+    found = ["float32"]
+    for field in ("torch_dtype", "dtype"):
+        if fields.is_given(field):
+            found.append(fields.text(field, "float32").removeprefix("torch."))
+            if found[-1] not in _DTYPES:
+                fields.note(field, f"expected one of {', '.join(_DTYPES)}, got {found[-1]!r}")
+    return found[-1]

@@ -222,7 +222,7 @@ def _of_language_model(fields: ConfigFields, architecture: str, inner: ConfigFie
     half = TEXT_HALVES[architecture]
     if "hidden_size" not in inner.raw and not isinstance(fields.raw.get("text_config"), dict):
         fields.note("text_config", "expected an object with the fields of the language model, but it is missing")
-    kind = inner.raw.get("model_type") or next(iter(half.families))
+    kind = inner.text("model_type", "") or next(iter(half.families))
     kind = f"{kind}_text" if f"{kind}_text" in half.families else kind
     if kind not in half.families:
         fields.note("text_config.model_type", f"expected one of {', '.join(half.families)}, got {kind!r}")
@@ -271,12 +271,14 @@ def _architecture(fields: ConfigFields) -> str:
             f"{fields.path}: expected the field architectures to name the model's architecture, but it is "
             f"{'missing' if names is None else 'empty'}; supported: {', '.join(supported_architectures())}"
         )
-    for name in names:
-        for known in (name, *_with_head(str(name), is_multimodal="text_config" in fields.raw)):
+    for index, name in enumerate(names):
+        if not isinstance(name, str):
+            raise ConfigError(f"{fields.path}: architectures[{index}]: expected a string, got {name!r:.80}")
+        for known in (name, *_with_head(name, is_multimodal="text_config" in fields.raw)):
             if known in FAMILIES or known in TEXT_HALVES:
-                return str(known)
+                return known
     raise UnsupportedModelError(
-        f"{fields.path}: {_unsupported(*map(str, names), has_code=fields.is_given('auto_map'))}"
+        f"{fields.path}: {_unsupported(*cast('tuple[str, ...]', names), has_code=fields.is_given('auto_map'))}"
     )
 
 

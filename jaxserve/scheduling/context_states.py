@@ -25,11 +25,12 @@ class ContextStates:
     Args:
         allocator: Allocator of the state pages.
         page_size: Tokens of a page of keys and values.
+        has_drafts: Whether rows have drafts, so that a sequence has a second page.
     """
 
-    def __init__(self, allocator: StateAllocator, page_size: int):
+    def __init__(self, allocator: StateAllocator, page_size: int, has_drafts: bool = False):
         self.allocator = allocator
-        self._page_size = page_size
+        self._page_size, self._has_drafts = page_size, has_drafts
         self._distance = -(-_DISTANCE // page_size) * page_size
 
     def find(self, sequence: Sequence, num_common: int) -> tuple[Checkpoint, int] | None:
@@ -54,6 +55,8 @@ class ContextStates:
             self.allocator.hit(hit[0])
             sequence.state_source, start = hit[0].page, hit[1]
         sequence.state_page, sequence.last_state = self.allocator.allocate(), start
+        if self._has_drafts:
+            sequence.draft_page, sequence.draft_length = self.allocator.allocate(), 0
         sequence.wanted_states = self._wanted(sequence, start, num_common)
 
     def snapshots(self, sequence: Sequence, row: int, start: int, end: int) -> list[StateSnapshot]:
@@ -70,7 +73,8 @@ class ContextStates:
     def is_due(self, sequence: Sequence) -> bool:
         """Return whether the state of a decoding sequence is to be kept as it is before the next row."""
         length = sequence.num_computed
-        return self.allocator.keeps_checkpoints and not length % self._distance and length <= len(sequence.token_ids)
+        is_right = length <= len(sequence.token_ids) and sequence.restart < 0
+        return self.allocator.keeps_checkpoints and not length % self._distance and is_right
 
     def keep_running(self, sequence: Sequence) -> list[PageCopy]:
         """Return the copy of a decoding sequence's state to a checkpoint, unless there is one or no room for it.
@@ -90,12 +94,18 @@ class ContextStates:
     def release(self, sequence: Sequence) -> None:
         """Free the state page of a sequence; where the state is that of known tokens, it becomes a checkpoint.
 
-        A state has all tokens of the steps that are planned, among them those in flight.
+        A state has all tokens of the steps that are planned, among them those in flight. With drafts that were or may
+        be rejected, that of the tokens before them counts.
         """
-        page, length = sequence.state_page, sequence.num_computed
+        page, length, other = sequence.state_page, sequence.num_computed, sequence.draft_page
         if page < 0:
             return
+        if sequence.restart >= 0 or (sequence.draft_length and length > len(sequence.token_ids)):
+            page, length, other = other, sequence.draft_length, page
+        if other >= 0:
+            self.allocator.free(other)
         sequence.state_page, sequence.state_source, sequence.wanted_states = -1, -1, []
+        sequence.draft_page, sequence.draft_length, sequence.restart = -1, 0, -1
         is_kept = sequence.finish_reason != "error" and 0 < length <= len(sequence.token_ids)
         if is_kept and len(sequence.page_keys) > length // self._page_size:
             if self.allocator.keep(page, *self._key(sequence, length), length - sequence.last_state):
@@ -141,5 +151,6 @@ def context_states(limits: SchedulerLimits, allocator: PageAllocator) -> Context
     """Return the states of a scheduler's sequences; None for a model without recurrent layers."""
     if not limits.num_states:
         return None
-    states = StateAllocator(limits.num_states, limits.max_num_seqs, allocator.keeps_free_pages)
-    return ContextStates(states, allocator.page_size)
+    has_drafts = limits.max_draft_tokens > 0
+    states = StateAllocator(limits.num_states, limits.max_num_seqs * (1 + has_drafts), allocator.keeps_free_pages)
+    return ContextStates(states, allocator.page_size, has_drafts)

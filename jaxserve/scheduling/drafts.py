@@ -16,6 +16,7 @@ from jaxserve.scheduling.constrained_drafts import constrained_drafts, masked_dr
 from jaxserve.scheduling.context_pages import ContextPages
 from jaxserve.scheduling.draft_lengths import DraftLengths, Proposed
 from jaxserve.scheduling.draft_passes import DraftPasses, MeasuredStep
+from jaxserve.scheduling.draft_states import restore_states
 from jaxserve.scheduling.plan import SchedulerLimits
 from jaxserve.scheduling.proposers.proposer import DraftProposer
 from jaxserve.scheduling.sequence import Constraint, Sequence
@@ -48,17 +49,32 @@ class DraftCounts:
 def add_drafts(
     step: Step,
     num_decodes: int,
+    proposer: DraftProposer | None,
+    chooser: DraftLengths,
+    limits: SchedulerLimits,
+    pages: ContextPages,
+) -> bool:
+    """Add drafts to the decode rows, which are the first ``num_decodes`` rows of a plan, if there is a proposer.
+
+    Drafts use only the query tokens and pages that are left over. Rows with drafts are moved after rows of one token,
+    which are cheapest at the front. Return whether the proposer works: if it fails, rows stay without drafts.
+    """
+    works = proposer is None or _add_proposed(step, num_decodes, proposer, chooser, limits, pages)
+    if limits.max_draft_tokens and pages.states is not None:
+        restore_states(step, num_decodes)
+    return works
+
+
+def _add_proposed(
+    step: Step,
+    num_decodes: int,
     proposer: DraftProposer,
     chooser: DraftLengths,
     limits: SchedulerLimits,
     pages: ContextPages,
 ) -> bool:
-    """Add drafts to the decode rows, which are the first ``num_decodes`` rows of a plan.
-
-    Drafts use only the query tokens and pages that are left over. Rows with drafts are moved after rows of one token,
-    which are cheapest at the front. Return whether the proposer works: if it fails, rows stay without drafts.
-    """
-    budget = limits.max_num_batched_tokens - step.plan.num_tokens
+    """Add the drafts of a proposer; return whether it works."""
+    budget = limits.max_num_batched_tokens - step.plan.num_tokens - step.num_again
     if limits.max_step_samples is not None:
         budget = min(budget, limits.max_step_samples - step.plan.num_rows)
     sequences = step.sequences[:num_decodes]
@@ -158,6 +174,7 @@ def drop_rejected(
         sequence.num_pending -= num_rejected
         if sequence.slot >= 0:
             sequence.num_computed -= num_rejected
+            sequence.restart = sequence.draft_length if sequence.draft_page >= 0 else -1
             pages.shrink(sequence)
     for (proposed, num_drafts, num_accepted), num_rows in collections.Counter(verified).items():
         counts.num_drafts += num_rows

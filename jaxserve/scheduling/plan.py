@@ -76,7 +76,8 @@ class SchedulerLimits(NamedTuple):
         max_step_samples: Most samples per step of which some follow drafts; None for no limit. A row without samples
             counts as one.
         adapts_drafts: Whether fewer drafts are verified where that is faster.
-        num_states: State pages of a model with recurrent layers, at least ``max_num_seqs``; 0 for other models.
+        num_states: State pages of a model with recurrent layers, at least one for each sequence, or two with drafts; 0
+            for other models.
     """
 
     max_num_seqs: int

@@ -121,15 +121,13 @@ class Scheduler:
         self._schedule_decodes(step)
         num_decodes = step.num_members
         self.num_decode_rows += num_decodes
-        budget = self.limits.max_num_batched_tokens - num_decodes
+        budget = self.limits.max_num_batched_tokens - num_decodes - step.num_again
         if step.partial_prefills:
             budget = self._schedule_prefills(budget, step)
         if not step.preempts:
             self._admit(budget, step, now)
-        if self.proposer is not None:
-            chooser, limits, pages = self.draft_lengths, self.limits, self.pages
-            if not add_drafts(step, num_decodes, self.proposer, chooser, limits, pages):
-                self.proposer = None
+        if not add_drafts(step, num_decodes, self.proposer, self.draft_lengths, self.limits, self.pages):
+            self.proposer = None
         self.num_runnable = step.num_runnable + len(step.plan.setups)
         self.waits = step.waits
         if not step.sequences:
@@ -298,7 +296,7 @@ class Scheduler:
         for sequence in step.due:  # preemption removes sequences from the end of ``running`` only
             position = sequence.num_computed
             never_waits = sequence.constraint is None and (sequence.num_pending < 2 or not sequence.sampling.banned_ids)
-            is_plain = never_waits and position < sequence.decode_limit
+            is_plain = never_waits and position < sequence.decode_limit and sequence.restart < 0
             if not is_plain and not self._prepare_decode(sequence, step):
                 continue
             if not sequence.num_pending:
@@ -325,6 +323,7 @@ class Scheduler:
             return False
         if constraint is not None:
             sequence.error = step.add_mask(sequence.slot, constraint)
+        step.num_again += 0 if sequence.restart < 0 else sequence.num_computed - sequence.restart
         return True
 
     def _grow(self, sequence: Sequence, step: Step) -> bool:

@@ -141,6 +141,10 @@ class Sequence:
         tables: Pages in each page table of the model; empty while waiting.
         num_pages: Number of pages available in all tables.
         state_page: Page of its running state; -1 while waiting, and for a model without recurrent layers.
+        draft_page: Page that keeps its state without drafts; -1 while waiting, and for engines without either.
+        draft_length: Length of the context of the state there; 0 if there is none.
+        restart: Length from which its next row starts, with the state of ``draft_page``, since drafts were rejected; -1
+            if its running state has all computed tokens.
         state_source: State page of the checkpoint that it goes on from; -1 for none.
         wanted_states: States that are still to be kept of it, in order.
         last_state: Length of the latest checkpoint of its context that is not spare.
@@ -186,6 +190,9 @@ class Sequence:
     tables: list[HeldPages] = dataclasses.field(default_factory=list[HeldPages])
     num_pages: int = 0
     state_page: int = -1
+    draft_page: int = -1
+    draft_length: int = 0
+    restart: int = -1
     state_source: int = -1
     wanted_states: list[WantedState] = dataclasses.field(default_factory=list[WantedState])
     last_state: int = 0

@@ -52,7 +52,7 @@ class StateAllocator:
 
     Args:
         num_pages: Number of state pages.
-        max_running: Most sequences that have one; the other pages are for checkpoints, as are those of no sequence.
+        max_running: Most pages that sequences have; the others are for checkpoints, as are those of no sequence.
         keeps_checkpoints: Whether there are checkpoints at all.
     """
 

@@ -49,6 +49,7 @@ class Step:
         sequences: Sequence of each row.
         partial_prefills: Running sequences whose prompts are only partly computed.
         preempts: Whether a sequence was preempted.
+        num_again: Tokens that decode rows compute again, as rejected drafts were in a state; see ``draft_states``.
         num_members: Number of rows that sample or that admit a sequence.
         is_ahead: Whether its decode rows follow tokens that steps in flight sample; set with a proposer of drafts only.
         waits: Whether the next plan should wait for its tokens, to have better drafts.
@@ -72,6 +73,7 @@ class Step:
     sequences: list[Sequence] = dataclasses.field(default_factory=list[Sequence])
     partial_prefills: list[Sequence] = dataclasses.field(default_factory=list[Sequence])
     preempts: bool = False
+    num_again: int = 0
     num_members: int = 0
     is_ahead: bool = False
     waits: bool = False

@@ -5,14 +5,22 @@ An auth file is YAML or JSON: a list of keys, each with
 * ``key``: the key, or ``sha256``: its SHA-256 in hexadecimal, so that the file holds no secret;
 * ``name``: the caller's name in logs and metrics;
 * ``scopes``: some of ``generate``, ``metrics`` and ``admin``; default: ``generate`` and ``metrics``;
-* ``max_concurrent_requests`` and ``requests_per_minute``: limits; default: none;
+* ``max_concurrent_requests``, ``requests_per_minute`` and ``tokens_per_minute``, of prompts and completions: limits;
+  default: none;
+* ``min_priority``: requests with a smaller number, which would run earlier, get this one; default: none;
+* ``expires``: a date or an ISO 8601 time, in UTC unless it has an offset; default: never;
 * ``tenant``: keys of the same tenant share cached pages; default: the name.
+
+The file is read again when it changes and on SIGHUP. A file with a mistake changes nothing. Requests in flight of keys
+that are no longer in it, or that have expired, are ended.
 """
 
 import dataclasses
+import datetime
 import hashlib
 import hmac
 import re
+import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +31,8 @@ from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError
 from jaxserve.server.settings import ServerConfig
 
 SCOPES = ("generate", "metrics", "admin")
-_FIELDS = ("key", "sha256", "name", "scopes", "max_concurrent_requests", "requests_per_minute", "tenant")
+_LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
+_FIELDS = ("key", "sha256", "name", "scopes", *_LIMITS, "min_priority", "expires", "tenant")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,6 +45,10 @@ class Caller:
         tenant: Callers of one tenant share cached pages; None: all callers do.
         max_concurrent_requests: Most sequences in flight; None: no limit.
         requests_per_minute: Most requests in any minute; None: no limit.
+        tokens_per_minute: Tokens of prompts and completions in a minute after which requests are rejected; None: no
+            limit.
+        min_priority: The smallest priority of its requests; None: no limit.
+        expires_s: When its key expires, in seconds since the epoch; None: never.
     """
 
     name: str
@@ -43,6 +56,9 @@ class Caller:
     tenant: str | None = None
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    min_priority: int | None = None
+    expires_s: float | None = None
 
     def check_scope(self, scope: str) -> None:
         """Raise PermissionDeniedError if the caller lacks a scope."""
@@ -61,17 +77,39 @@ class Authenticator:
     """
 
     def __init__(self, config: ServerConfig):
-        self._callers: list[tuple[bytes, Caller]] = []
+        self._config = config
+        self._callers = self._read()
+        self._anonymous = None if self._callers else Caller("anonymous", frozenset(SCOPES))
+
+    def _read(self) -> list[tuple[bytes, Caller]]:
+        config, callers = self._config, list[tuple[bytes, Caller]]()
         default = frozenset(("generate", "metrics"))
         for number, key in enumerate(config.api_key or (), 1):
             tenant = None if config.share_prefix_cache else f"key-{number}"
-            self._callers.append((_digest(key), Caller(f"key-{number}", default, tenant)))
+            callers.append((_digest(key), Caller(f"key-{number}", default, tenant)))
         if config.auth_file is not None:
-            self._callers += _read_auth_file(Path(config.auth_file), config.share_prefix_cache)
-        names = [caller.name for _, caller in self._callers]
-        if len(set(names)) < len(names) or len({digest for digest, _ in self._callers}) < len(names):
+            callers += _read_auth_file(Path(config.auth_file), config.share_prefix_cache)
+        names = [caller.name for _, caller in callers]
+        if len(set(names)) < len(names) or len({digest for digest, _ in callers}) < len(names):
             raise ConfigError("api_key, auth_file: two callers have the same name or the same key")
-        self._anonymous = None if self._callers else Caller("anonymous", frozenset(SCOPES))
+        return callers
+
+    def reload(self) -> frozenset[str]:
+        """Read the auth file again; return the names of callers whose keys are no longer valid.
+
+        Raises:
+            ConfigError: The file cannot be read or has wrong entries; then nothing changes.
+        """
+        callers = self._read()
+        kept = {digest for digest, _ in callers}
+        revoked = frozenset(caller.name for digest, caller in self._callers if digest not in kept)
+        self._callers = callers
+        return revoked
+
+    @property
+    def expired(self) -> frozenset[str]:
+        """Names of callers whose keys have expired."""
+        return frozenset(caller.name for _, caller in self._callers if _has_expired(caller))
 
     def caller(self, authorization: str | None) -> Caller:
         """Return the caller that an ``Authorization`` header names.
@@ -92,12 +130,18 @@ class Authenticator:
                 found = caller
         if found is None:
             raise UnauthenticatedError("unknown API key")
+        if _has_expired(found):
+            raise UnauthenticatedError("the API key has expired")
         return found
 
     @property
     def callers(self) -> list[Caller]:
         """All known callers."""
         return [caller for _, caller in self._callers] if self._anonymous is None else [self._anonymous]
+
+
+def _has_expired(caller: Caller) -> bool:
+    return caller.expires_s is not None and time.time() >= caller.expires_s
 
 
 def _digest(key: str) -> bytes:
@@ -127,16 +171,35 @@ def _read_entry(where: str, entry: Any) -> tuple[bytes, Caller]:
         raise ConfigError(f"{where}: name: expected 1 to 64 letters, digits and any of '_.@-'")
     if not isinstance(scopes, list) or not all(scope in SCOPES for scope in cast("list[Any]", scopes)):
         raise ConfigError(f"{where}: scopes: expected some of {', '.join(SCOPES)}")
-    for limit in ("max_concurrent_requests", "requests_per_minute"):
+    for limit in _LIMITS:
         if limit in values and (type(values[limit]) is not int or values[limit] < 1):
             raise ConfigError(f"{where}: {limit}: expected an integer of at least 1")
     tenant = values.get("tenant", name)
     if not isinstance(tenant, str) or not tenant:
         raise ConfigError(f"{where}: tenant: expected a string that is not empty")
-    caller = Caller(
-        name, frozenset(scopes), tenant, values.get("max_concurrent_requests"), values.get("requests_per_minute")
-    )
+    priority = values.get("min_priority")
+    if priority is not None and type(priority) is not int:
+        raise ConfigError(f"{where}: min_priority: expected an integer")
+    limits = [values.get(limit) for limit in _LIMITS]
+    expires_s = _read_time(f"{where}: expires", values.get("expires"))
+    caller = Caller(name, frozenset(scopes), tenant, *limits, min_priority=priority, expires_s=expires_s)
     return _entry_digest(where, values), caller
+
+
+def _read_time(where: str, value: Any) -> float | None:
+    """Return a date or time as seconds since the epoch; None for none."""
+    if value is None:
+        return None
+    try:
+        if isinstance(value, str):
+            value = datetime.datetime.fromisoformat(value)
+        elif isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
+            value = datetime.datetime(value.year, value.month, value.day)
+    except ValueError:
+        pass
+    if not isinstance(value, datetime.datetime):
+        raise ConfigError(f"{where}: expected a date or an ISO 8601 time, such as 2030-01-31T12:00:00Z")
+    return (value if value.tzinfo is not None else value.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 def _entry_digest(where: str, values: dict[str, Any]) -> bytes:

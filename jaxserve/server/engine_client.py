@@ -11,18 +11,18 @@ import json
 import logging
 import signal
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Any
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, RequestError
 from jaxserve.api.metric_types import Metric
-from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.frames import HEADER, FrameError, check_length
 from jaxserve.group.settings import GroupPlace
 from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
-from jaxserve.server.output_collector import OutputCollector
+from jaxserve.server.output_collector import OutputCollector, aborted
 from jaxserve.server.renderers import RenderedChat, Renderers
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import (
@@ -46,6 +46,7 @@ from jaxserve.server.wire import (
 logger = logging.getLogger(__name__)
 
 _EXIT_S = 2.0  # from the end of the connection to that of the process
+_IMPORT_S = 60.0  # until the process reads its first message and counts the time itself
 _WATCH_S = 1.0  # between two checks of the heartbeats
 
 
@@ -68,6 +69,7 @@ class EngineClient:
         self._group = group
         self._numbers = itertools.count(1)
         self._collectors: dict[int, OutputCollector] = {}
+        self._names: dict[int, str] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._renderers: Renderers | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -94,7 +96,7 @@ class EngineClient:
         await self._close_renderers()  # of an engine that has ended
         self._renderers = Renderers(config.chat_template_timeout, config.chat_template_content_format)
         try:
-            self._process, self._reader, self._writer = await spawn_engine()
+            self._process, self._reader, self._writer = await spawn_engine(config.log_format)
             self._info = await self._shake_hands()
         except BaseException:
             await self.kill()
@@ -104,9 +106,13 @@ class EngineClient:
             self._tasks.append(asyncio.create_task(self._watch(config.watchdog_timeout)))
 
     async def _shake_hands(self) -> EngineInfo:
-        self._send(Start(self._arguments, self._config.watchdog_timeout, self._group))
+        limit_s = self._config.startup_timeout
+        self._send(Start(self._arguments, self._config.watchdog_timeout, self._group, limit_s))
         try:
-            first = await self._read_message()
+            # The process ends by itself, with its stacks in the log, unless it is stopped or has no CPU.
+            first = await asyncio.wait_for(self._read_message(), limit_s + _IMPORT_S if limit_s else None)
+        except TimeoutError:
+            raise EngineDeadError(f"the engine process was not ready within {limit_s:g} s (startup_timeout)") from None
         except (OSError, EOFError) as error:
             await self._reap()
             raise EngineDeadError(f"the engine process ended while it started: {self._why()}") from error
@@ -124,6 +130,17 @@ class EngineClient:
             collector.fail(error)
         if self._renderers is not None:
             self._renderers.end(error)
+
+    def end_named(self, request_ids: Collection[str], error: Exception) -> None:
+        """End requests by their full names with an error, after the outputs that have come."""
+        if self._renderers is not None:
+            self._renderers.abort(request_ids)
+        numbers = [number for number, name in self._names.items() if name in request_ids]
+        ended = [(number, found) for number in numbers if (found := self._collectors.pop(number, None)) is not None]
+        for _, collector in ended:
+            collector.fail(error)
+        if ended and self.is_alive:
+            self._send(Cancel([number for number, _ in ended]))
 
     async def stop(self, drain_s: float, patience_s: float = 10.0) -> None:
         """End the process, if it runs, after at most ``drain_s`` seconds for its requests and ``patience_s`` more."""
@@ -196,12 +213,13 @@ class EngineClient:
         if request.chat is not None and request.text is None:
             rendered = await self._render(request.chat, request.request_id, request.timeout_s)
             if rendered is None:
-                yield _aborted(request)
+                yield aborted(request)
                 return
             last = {"messages": request.chat["messages"][-1:]}  # it tells where reasoning begins
             last["continue_final_message"] = request.chat.get("continue_final_message", False)
             request = dataclasses.replace(request, **rendered._asdict(), chat=last, add_special_tokens=False)
         self._collectors[number] = collector
+        self._names[number] = request.request_id
         try:
             self._send(Submit(number, request, arrival_s, is_waiting))
             while True:
@@ -211,6 +229,7 @@ class EngineClient:
                     return
         finally:
             self._collectors.pop(number, None)
+            del self._names[number]
             if not collector.has_ended and self.is_alive:
                 self._send(Cancel([number]))
 
@@ -379,11 +398,3 @@ class EngineClient:
 
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(f"the engine process ended: {self._why()}")
-
-
-def _aborted(request: Request) -> RequestOutput:
-    """Return the output of a request that was aborted before it was sent."""
-    outputs = [CompletionOutput(index, "", [], finish_reason="abort") for index in range(request.params.n)]
-    return RequestOutput(
-        request_id=request.request_id, prompt=None, prompt_token_ids=[], outputs=outputs, finished=True
-    )

@@ -5,17 +5,18 @@ import dataclasses
 import hashlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
 from typing import Any
 
-from jaxserve.api.errors import RequestFailedError
+from jaxserve.api.errors import EngineDeadError, JaxserveError, RequestFailedError
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request, check_length
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
-from jaxserve.server.errors import UnknownModelError
+from jaxserve.server.errors import UnavailableError, UnknownModelError
 from jaxserve.server.ledger import MAX_BODY_BYTES, Ledger
+from jaxserve.server.poison import PoisonList
 from jaxserve.server.request_log import RequestEntry, RequestLog
 from jaxserve.server.settings import ServerConfig, queued_tokens_limit
 from jaxserve.server.wire import EngineInfo
@@ -33,6 +34,9 @@ class Frontend:
         ledger: Counts and limits the requests in flight; accepts none before ``open``.
         authenticator: Checks API keys.
         log: Writes log lines, counters and traces of requests.
+        has_started: Whether the engine has been ready once.
+        is_draining: Whether load balancers should send no more requests.
+        is_lost: Whether the engine has ended and is not started again.
 
     Raises:
         ConfigError: The keys are wrong, or traces cannot be sent.
@@ -46,6 +50,11 @@ class Frontend:
         self.log = RequestLog(config, model)
         self.model_names = tuple(config.served_model_name or (model,))
         self.created_s = int(time.time())
+        self.has_started = False
+        self.is_draining = False
+        self.is_lost = False
+        self._running: dict[RequestEntry, None] = {}
+        self._poison = PoisonList()
 
     @property
     def info(self) -> EngineInfo:
@@ -59,11 +68,23 @@ class Frontend:
     def open(self) -> None:
         """Accept requests, as many as the engine has room for and the settings let wait."""
         model, config = self.info.model, self.config
+        self.has_started = True
         self.ledger.open(
             model.max_num_seqs + config.queued_reqs_limit(model.max_num_seqs),
             max_num_seqs=model.max_num_seqs,
             max_num_queued_tokens=queued_tokens_limit(config.max_num_queued_tokens, model.max_model_len),
         )
+
+    def check_ready(self) -> None:
+        """Check that load balancers should send requests.
+
+        Raises:
+            UnavailableError: The server starts, drains or has no engine.
+        """
+        self.ledger.check_open()
+        _ = self.info
+        if self.is_draining:
+            raise UnavailableError("the server is shutting down")
 
     def check_model(self, name: str | None) -> str:
         """Return the model name of a response to a request for the model ``name``; None: the first name.
@@ -84,8 +105,13 @@ class Frontend:
 
         Raises:
             RequestError: The prompt is too long.
+            OverloadedError: The caller has used its tokens of the last minute.
+            RequestFailedError: The same request was running at two ends of the engine process.
         """
+        self.log.usage.check_rate(caller)
         changes: dict[str, Any] = {}
+        if caller.min_priority is not None and request.priority < caller.min_priority:
+            changes["priority"] = caller.min_priority
         if caller.tenant is not None:
             own = hashlib.sha256(f"{caller.tenant}\0{request.cache_salt or ''}".encode()).hexdigest()
             changes["cache_salt"] = own
@@ -95,12 +121,39 @@ class Frontend:
             if request.truncate_prompt_tokens is None:
                 check_length(len(request.token_ids), 1, self.info.max_model_len)
             changes["token_ids"] = request.token_ids[-self.info.max_model_len :]
-        return RequestEntry(self.log, caller.name, dataclasses.replace(request, **changes) if changes else request)
+        request = dataclasses.replace(request, **changes) if changes else request
+        self._poison.check(caller.name, request)
+        return RequestEntry(self.log, caller.name, request)
+
+    def end_callers(self, names: Collection[str], error: JaxserveError) -> int:
+        """End the requests in flight of callers with an error; return their number."""
+        found = [entry for entry in self._running if entry.caller in names]
+        self.engine.end_named([entry.request.request_id for entry in found], error)
+        return len(found)
+
+    @contextlib.contextmanager
+    def _noted_death(self, entry: RequestEntry) -> Iterator[None]:
+        """Remember a request that was running when the engine process ended, as far as the front end knows."""
+        try:
+            yield
+        except EngineDeadError:
+            if not self.ledger.is_waiting(entry):
+                self._poison.note_death(entry.caller, entry.request)
+            raise
+
+    @contextlib.contextmanager
+    def _running_entry(self, entry: RequestEntry) -> Iterator[None]:
+        self._running[entry] = None
+        try:
+            yield
+        finally:
+            del self._running[entry]
 
     async def generate(self, entry: RequestEntry) -> AsyncGenerator[RequestOutput, None]:
         """Run an admitted request as ``EngineClient.generate``; its entry is in the ledger meanwhile."""
         request = entry.request
-        with entry, self.ledger.entered(entry) as is_waiting:
+        self.log.usage.add_request(entry.caller)
+        with entry, self._running_entry(entry), self.ledger.entered(entry) as is_waiting, self._noted_death(entry):
             if is_waiting and request.token_ids is not None:
                 self.ledger.note_prompt(entry, len(request.token_ids))
                 is_waiting = False

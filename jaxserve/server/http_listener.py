@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, cast
 
 import uvicorn
@@ -30,8 +30,12 @@ _BACKLOG = 2048
 
 
 @contextlib.asynccontextmanager
-async def http_listening(frontend: Frontend) -> AsyncIterator[str]:
+async def http_listening(frontend: Frontend, note_end: Callable[[], None] | None = None) -> AsyncIterator[str]:
     """Serve HTTP while the block runs; yield the address.
+
+    Args:
+        frontend: What serves requests.
+        note_end: Called if the server ends although it was not told to.
 
     Raises:
         ConfigError: The address cannot be used.
@@ -41,6 +45,7 @@ async def http_listening(frontend: Frontend) -> AsyncIterator[str]:
         make_app(frontend),
         http=cast("Any", functools.partial(HttpProtocol, config.stall_timeout)),
         ws="none",
+        log_config=None,  # its lines are in the server's log, in its format
         log_level=config.uvicorn_log_level,
         access_log=False,
         lifespan="off",
@@ -70,7 +75,7 @@ async def http_listening(frontend: Frontend) -> AsyncIterator[str]:
             await server.shutdown(sockets=[bound])
 
         running = asyncio.create_task(run())
-        running.add_done_callback(functools.partial(_note_end, server, address))
+        running.add_done_callback(functools.partial(_note_end, server, address, note_end))
         try:
             yield address
         finally:
@@ -83,8 +88,10 @@ async def http_listening(frontend: Frontend) -> AsyncIterator[str]:
                     connection.transport.abort()  # these would wait for clients that do not read
 
 
-def _note_end(server: uvicorn.Server, address: str, running: "asyncio.Task[None]") -> None:
-    """Log the end of a server that was not told to stop, or that failed."""
+def _note_end(
+    server: uvicorn.Server, address: str, note_end: Callable[[], None] | None, running: "asyncio.Task[None]"
+) -> None:
+    """Log the end of a server that was not told to stop, or that failed, and pass it on."""
     if running.cancelled():
         why = "" if server.should_exit else "it was cancelled"
     else:
@@ -92,6 +99,8 @@ def _note_end(server: uvicorn.Server, address: str, running: "asyncio.Task[None]
         why = "" if error is None else f"{type(error).__name__}: {error}"
     if why or not server.should_exit:
         logger.error("the HTTP server at %s has ended: %s", address, why or "no error was raised")
+        if note_end is not None and not server.should_exit:
+            note_end()
 
 
 def _http_address(config: ServerConfig, bound: socket.socket) -> str:

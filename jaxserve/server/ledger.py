@@ -186,6 +186,10 @@ class Ledger:
         finally:
             self._leave(entry)
 
+    def is_waiting(self, entry: Entry) -> bool:
+        """Whether a prompt waits until others end."""
+        return entry in self._waiting
+
     def note_prompt(self, entry: Entry, num_tokens: int) -> None:
         """Note the tokens of a prompt, if it still waits.
 

@@ -4,23 +4,25 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from jaxserve.api.errors import EngineDeadError, JaxserveError
 from jaxserve.group.settings import GroupPlace
+from jaxserve.server.audit import audit_file
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_listener import http_listening
+from jaxserve.server.key_watch import KeyWatch
 from jaxserve.server.resources import map_large_buffers_apart
 from jaxserve.server.settings import ServerConfig, is_loopback
 
 logger = logging.getLogger(__name__)
 
 EXIT_ENGINE_DEAD = 70
-"""Exit status if the engine ended by itself: EX_SOFTWARE."""
+"""Exit status if the engine or a listener ended by itself: EX_SOFTWARE."""
 _FAREWELL_S = 2.0  # for responses that say why the engine ended or time ran out
 _FLUSH_S = 0.5  # for the last bytes of those responses
 _STEADY_S = 600.0  # an engine that ran this long is restarted without a pause
@@ -44,7 +46,8 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig, group: G
     frontend = Frontend(config, engine, str(engine_arguments.get("model", "demo")))
     life = ServerLife(frontend, engine)
     try:
-        return await life.run()
+        with audit_file(config.audit_log):
+            return await life.run()
     except EngineDeadError as error:  # while it started for the first time
         logger.error("%s", error)
         return EXIT_ENGINE_DEAD
@@ -67,6 +70,7 @@ class ServerLife:
         self._grpc = GrpcServer(frontend, self._drain)
         self._drain_s: float | None = None
         self._has_signal = False
+        self._has_lost_http = False
         self._is_told = asyncio.Event()
         self._is_hurried = asyncio.Event()
 
@@ -77,11 +81,12 @@ class ServerLife:
                 starting = asyncio.create_task(self._engine.start())
                 if not await self._unless_told(starting):
                     await self._stop_engine()
-                    return 0
+                    return EXIT_ENGINE_DEAD if self._has_lost_http else 0
                 self._open()
                 try:
                     print(f"jaxserve ready: {addresses}", flush=True)  # which may fail: the engine ends all the same
-                    return await self._serve_until_end()
+                    status = await self._serve_until_end()
+                    return EXIT_ENGINE_DEAD if self._has_lost_http else status
                 finally:
                     self._close("the server is shutting down")
                     await self._grpc.stop(_FLUSH_S)
@@ -107,6 +112,7 @@ class ServerLife:
             logger.error("the engine process ended: %s", reason)
             self._close(f"the engine process ended: {reason}")
             if not self._config.restart_engine:
+                self._frontend.is_lost = True
                 await asyncio.sleep(_FAREWELL_S)
                 return EXIT_ENGINE_DEAD
             if asyncio.get_running_loop().time() - began_s > _STEADY_S:
@@ -146,6 +152,7 @@ class ServerLife:
 
     async def _drained(self) -> int:
         """Stop accepting requests and wait for in-flight ones, up to the time limit; return the exit status."""
+        await self._delay()
         self._close("the server is shutting down")
         limit_s = self._config.shutdown_timeout if self._drain_s is None else self._drain_s
         logger.info("draining: %d sequences in flight, at most %g s", self._frontend.ledger.num_in_flight, limit_s)
@@ -162,6 +169,18 @@ class ServerLife:
         for task in (hurried, idle, ended):
             task.cancel()
         return EXIT_ENGINE_DEAD if is_lost else 0
+
+    async def _delay(self) -> None:
+        """Tell load balancers to send no more requests, and accept requests for the time they take to notice."""
+        self._frontend.is_draining = True
+        self._grpc.set_serving(False)
+        if self._config.drain_delay and not self._has_lost_http:
+            logger.info("draining: requests are accepted for %g s more", self._config.drain_delay)
+            hurried = asyncio.create_task(self._is_hurried.wait())
+            ended = asyncio.create_task(self._engine.wait_ended())
+            await asyncio.wait([hurried, ended], timeout=self._config.drain_delay, return_when=asyncio.FIRST_COMPLETED)
+            for task in (hurried, ended):
+                task.cancel()
 
     async def _stop_engine(self) -> None:
         """End the engine process, by force after a second signal."""
@@ -183,6 +202,11 @@ class ServerLife:
             self._drain_s = timeout_s
         self._is_told.set()
 
+    def _note_http_end(self) -> None:
+        """End the server because nothing accepts HTTP connections any more."""
+        self._has_lost_http = True
+        self._drain(None)
+
     def _signalled(self) -> None:
         """End the server as ``_drain`` does; after a second signal at once."""
         if self._has_signal:
@@ -193,13 +217,24 @@ class ServerLife:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
+        handlers: dict[signal.Signals, Callable[[], None]] = {
+            signal.SIGTERM: self._signalled,
+            signal.SIGINT: self._signalled,
+        }
+        watching = None
+        if self._config.auth_file is not None:
+            watch = KeyWatch(self._frontend)
+            watching = asyncio.create_task(watch.run())
+            handlers[signal.SIGHUP] = watch.reload
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in handlers:
                 loop.remove_signal_handler(number)
+            if watching is not None:
+                watching.cancel()
 
     @contextlib.asynccontextmanager
     async def _listening(self) -> AsyncIterator[str]:
@@ -207,7 +242,7 @@ class ServerLife:
         config, parts = self._config, []
         async with contextlib.AsyncExitStack() as stack:
             if config.uds is not None or config.port != -1:
-                address = await stack.enter_async_context(http_listening(self._frontend))
+                address = await stack.enter_async_context(http_listening(self._frontend, self._note_http_end))
                 parts.append(f"http={address}")
             await self._grpc.start()
             stack.push_async_callback(self._grpc.stop, 0.0)

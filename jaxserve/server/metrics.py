@@ -14,6 +14,7 @@ from jaxserve.api.metric_types import HELP, Counter, Gauge, Metric, prometheus_t
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.resources import process_metrics
 from jaxserve.server.settings import queued_tokens_limit
+from jaxserve.server.usage import Usage
 from jaxserve.server.wire import EngineInfo
 
 PREFIX = "jaxserve:"
@@ -42,6 +43,9 @@ HELP_LINES = MappingProxyType(
         "delivered_prompt_tokens": "Number of prompt tokens of requests with a response, as the front end counts them.",
         "delivered_cached_tokens": "Number of these tokens found in the prefix cache.",
         "delivered_generation_tokens": "Number of generated tokens that the front end received.",
+        "key_requests": "Number of requests of each API key, by its name; prompts of one request count separately.",
+        "key_prompt_tokens": "Number of prompt tokens of each API key, by its name.",
+        "key_generation_tokens": "Number of generated tokens of each API key, by its name.",
         "max_num_seqs": "Maximum number of sequences in a step.",
         "max_num_batched_tokens": "Maximum number of tokens in a step.",
         "max_model_len": "Maximum context length in tokens.",
@@ -129,6 +133,9 @@ def _server_metrics(frontend: Frontend, *, is_engine_up: bool) -> Iterable[Metri
     yield from (Counter(PREFIX + name, {}, value) for name, value in counters.items())
     for outcome, number in counts.finished.items():
         yield Counter(f"{PREFIX}requests_finished", {"outcome": outcome}, number)
+    for caller in frontend.authenticator.callers if config.has_keys else ():
+        for name, number in dataclasses.asdict(frontend.log.usage.by_name.get(caller.name, Usage())).items():
+            yield Counter(f"{PREFIX}key_{name}", {"key": caller.name}, number)
 
 
 def _infos(frontend: Frontend) -> Iterable[Metric]:

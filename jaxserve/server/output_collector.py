@@ -4,7 +4,8 @@ import asyncio
 import dataclasses
 
 from jaxserve.api.errors import DeadlineError, JaxserveError
-from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.request import Request
 
 _GRACE_S = 0.5  # after a request's deadline, which the engine process should notice first
 
@@ -84,3 +85,11 @@ def _joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:
 def late(timeout_s: float | None) -> DeadlineError:
     """Return the error of a request that has not finished in time."""
     return DeadlineError(f"deadline exceeded: not finished within {timeout_s:g} s")
+
+
+def aborted(request: Request) -> RequestOutput:
+    """Return the output of a request that was aborted before it was sent."""
+    outputs = [CompletionOutput(index, "", [], finish_reason="abort") for index in range(request.params.n)]
+    return RequestOutput(
+        request_id=request.request_id, prompt=None, prompt_token_ids=[], outputs=outputs, finished=True
+    )

@@ -4,7 +4,7 @@ import asyncio
 import concurrent.futures
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.api.errors import RequestError, RequestFailedError, unforeseen
@@ -69,7 +69,7 @@ class Renderers:
             del self._names[rendering]
             rendering.cancel()
 
-    def abort(self, names: Sequence[str]) -> list[str]:
+    def abort(self, names: Collection[str]) -> list[str]:
         """Stop rendering the conversations of these names; return those that were rendered."""
         found = {rendering: name for rendering, name in self._names.items() if name and name in names}
         for rendering in found:

@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING
 from jaxserve.api.errors import JaxserveError
 from jaxserve.api.outputs import RequestMetrics, RequestOutput
 from jaxserve.api.request import Request
+from jaxserve.log_output import note_log_fields
 from jaxserve.server.errors import OUTCOMES, SERVER_FAULTS, status_of
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.tracing import (
     LABEL_HEADER,
     make_tracer,
     remembered_headers,
+    remembered_trace_id,
     request_attributes,
     time_attributes,
 )
+from jaxserve.server.usage import KeyUsage
 
 if TYPE_CHECKING:  # the extra "otel" may not be installed
     from opentelemetry.trace import Span
@@ -121,6 +124,8 @@ class RequestEntry:
         if log.tracer is not None:
             attributes = request_attributes(request, log.model)
             self._span = log.tracer.start(attributes, remembered_headers())
+        trace_id = remembered_trace_id() if self._span is None else f"{self._span.get_span_context().trace_id:032x}"
+        note_log_fields(request_id=request.request_id or None, trace_id=trace_id)
         if log.config.enable_log_requests:
             label, limit = remembered_headers().get(LABEL_HEADER), log.config.max_log_len
             if request.token_ids is not None:
@@ -172,6 +177,7 @@ class RequestEntry:
         if self.num_prompt_tokens is None:
             self.num_prompt_tokens = len(output.prompt_token_ids)
             self.num_cached_tokens = output.num_cached_tokens or 0
+            self.log.usage.add_tokens(self.caller, self.num_prompt_tokens, 0)
             counts.prompt_tokens += self.num_prompt_tokens
             counts.cached_tokens += self.num_cached_tokens
         for completion in output.outputs:
@@ -180,6 +186,7 @@ class RequestEntry:
                 self._first_token_s = time.monotonic()
             self.num_generated[index] += num_tokens
             counts.generation_tokens += num_tokens
+            self.log.usage.add_tokens(self.caller, 0, num_tokens)
             if completion.finish_reason is not None:
                 self._reasons[index] = completion.finish_reason
             if self.log.config.enable_log_outputs:
@@ -206,6 +213,10 @@ class RequestEntry:
 class RequestLog:
     """Follows requests.
 
+    Attributes:
+        counts: What has happened since the server started.
+        usage: What each caller has used.
+
     Args:
         config: What to record.
         model: Name of the model in traces if ``config`` has none.
@@ -217,6 +228,7 @@ class RequestLog:
     def __init__(self, config: ServerConfig, model: str | None = None):
         self.config = config
         self.counts = RequestCounts()
+        self.usage = KeyUsage()
         self.model = config.served_model_name[0] if config.served_model_name else model
         self.tracer = make_tracer(config)
 

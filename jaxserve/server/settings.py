@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from jaxserve.api.config_checks import check_type
 from jaxserve.api.errors import ConfigError
+from jaxserve.log_output import LogFormat
 
 QUEUED_SEQS = 4
 """Default of ``max_num_queued_reqs``: waiting sequences for each of ``max_num_seqs``."""
@@ -25,6 +26,7 @@ _KINDS = (bool, int, str, float, list, dict)
 _SECONDS: Mapping[str, float] = MappingProxyType(
     {
         **dict.fromkeys(("request_timeout", "stall_timeout", "shutdown_timeout", "watchdog_timeout"), 0),
+        **dict.fromkeys(("startup_timeout", "drain_delay"), 0),
         **dict.fromkeys(("grpc_max_connection_age", "grpc_max_connection_idle"), 0),
         **dict.fromkeys(("chat_template_timeout", "grpc_keepalive_time", "grpc_keepalive_timeout"), 1e-3),
     }
@@ -89,6 +91,10 @@ class ServerConfig:
         enable_request_id_headers: Add the header ``X-Request-Id`` to responses.
         disable_access_log: Do not log a line for each HTTP request.
         disable_access_log_for_endpoints: Paths without an access log, such as ``/health,/metrics``; may be repeated.
+        log_format: Form of the log: ``text``, or ``json`` with an object per line. Without a reader, lines are
+            dropped and counted.
+        audit_log: File that administration, requests refused for their key, and reloads of keys and certificates are
+            appended to, as lines of JSON.
         uvicorn_log_level: Log level of the HTTP server.
         root_path: Path prefix that a reverse proxy strips.
         insecure: Allow listening without TLS on an address that other machines can reach: in a trusted network, or
@@ -118,8 +124,12 @@ class ServerConfig:
         grpc_max_connection_idle: Seconds after which a gRPC connection without calls is closed; 0: never.
         max_concurrent_streams: Maximum number of concurrent calls on one gRPC connection.
         disable_grpc_reflection: Disable gRPC server reflection.
+        drain_delay: Seconds after SIGTERM in which requests are still accepted, while ``/readyz`` and ``/health`` say
+            503, so that load balancers send no more.
         shutdown_timeout: Seconds to wait for running requests after SIGTERM.
         watchdog_timeout: Seconds without progress after which the engine process logs its stacks and exits; 0: never.
+        startup_timeout: Seconds after which an engine process that is not ready logs its stacks and exits; it includes
+            downloads and compilation. 0: never.
         restart_engine: Restart the engine process if it exits.
         otlp_traces_endpoint: URL to send OpenTelemetry traces to; requires the extra ``otel``.
         vllm_metric_names: Also export metrics under their vLLM names.
@@ -155,6 +165,8 @@ class ServerConfig:
     enable_request_id_headers: bool = False
     disable_access_log: bool = False
     disable_access_log_for_endpoints: list[str] | None = None
+    log_format: LogFormat = "text"
+    audit_log: str | None = None
     uvicorn_log_level: LogLevel = "warning"
     root_path: str = ""
     insecure: bool = False
@@ -180,8 +192,10 @@ class ServerConfig:
     grpc_max_connection_idle: float = 600.0
     max_concurrent_streams: int = 1024
     disable_grpc_reflection: bool = False
+    drain_delay: float = 0.0
     shutdown_timeout: float = 30.0
     watchdog_timeout: float = 300.0
+    startup_timeout: float = 3600.0
     restart_engine: bool = False
     otlp_traces_endpoint: str | None = None
     vllm_metric_names: bool = False

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import grpc
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.server.audit import audit
 from jaxserve.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -93,9 +94,11 @@ class _Files:
                 make_ssl_context(self._config)
                 loaded = load()
             except (OSError, ValueError) as error:
+                audit("server", "reload of certificates", "-", str(error))
                 logger.warning("the changed TLS files are not used: %s", error)
                 return None
             self._state = seen
+            audit("server", "reload of certificates", "-", "ok")
             logger.info("the changed TLS files are used from now on")
             return loaded
 

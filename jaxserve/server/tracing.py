@@ -4,6 +4,7 @@ The HTTP and gRPC APIs call ``remember_trace`` with the headers of a request, in
 """
 
 import importlib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, cast
@@ -22,6 +23,7 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 LABEL_HEADER = "x-request-id"
 """The client's own name of its request: a label in the log, never used as an identifier."""
 _MAX_HEADER_LENGTH = 512
+_TRACE_PARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-")
 _SCHEMES = ("grpc", "http", "https")
 
 AttributeValue = str | int | float | Sequence[str]
@@ -45,6 +47,12 @@ def remembered_headers() -> Mapping[str, str]:
         and isinstance(value, str)
         and len(value) <= _MAX_HEADER_LENGTH
     }
+
+
+def remembered_trace_id() -> str | None:
+    """Return the trace that the header of this task's request names, in hexadecimal; None if there is none."""
+    found = _TRACE_PARENT.match(remembered_headers().get("traceparent", ""))
+    return None if found is None else found[1]
 
 
 def make_tracer(config: ServerConfig) -> "OtelTracer | None":

@@ -48,6 +48,8 @@ class Start:
     watchdog_timeout: float
     group: GroupPlace | None = None
     """Where the processes of a group meet; None: this one has all devices."""
+    startup_timeout: float = 0.0
+    """Seconds until the engine must be ready; 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True)

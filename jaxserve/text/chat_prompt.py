@@ -5,8 +5,9 @@ from typing import Any
 
 from jaxserve.api.request import Request, params_for_each, priorities_for_each
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.text.chat import choose_template, load_chat_template, render_chat, split_conversations
-from jaxserve.text.generation_prompt import find_generation_prompt
+from jaxserve.text.chat import choose_template, load_chat_template, split_conversations
+from jaxserve.text.content_format import check_format
+from jaxserve.text.render_pool import RenderPool
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -20,12 +21,19 @@ def read_template(template: str | None) -> str | None:
 
 
 def chat_prompts(
-    tokenizer: Tokenizer, messages: Any, params: Any, default: SamplingParams, priority: Any, **options: Any
+    tokenizer: Tokenizer,
+    renderer: RenderPool,
+    messages: Any,
+    params: Any,
+    default: SamplingParams,
+    priority: Any,
+    **options: Any,
 ) -> list[Request]:
     """Return the requests of one conversation or of a list of them.
 
     Args:
         tokenizer: Tokenizer of the model.
+        renderer: Renders the conversations.
         messages: A list of messages, or a list of such lists.
         params: Sampling parameters, for all conversations or one per conversation.
         default: Parameters of conversations without any.
@@ -40,11 +48,12 @@ def chat_prompts(
     each = zip(
         conversations, params_for_each(params, number, default), priorities_for_each(priority, number), strict=True
     )
-    return [chat_prompt(tokenizer, *one, **options) for one in each]
+    return [chat_prompt(tokenizer, renderer, *one, **options) for one in each]
 
 
 def chat_prompt(
     tokenizer: Tokenizer,
+    renderer: RenderPool,
     conversation: Sequence[Mapping[str, Any]],
     params: SamplingParams,
     priority: int = 0,
@@ -61,6 +70,7 @@ def chat_prompt(
 
     Args:
         tokenizer: Tokenizer of the model.
+        renderer: Renders the conversation.
         conversation: Messages with ``role`` and ``content``, from ``split_conversations``.
         params: Sampling parameters.
         priority: The lowest run first.
@@ -76,16 +86,17 @@ def chat_prompt(
     Raises:
         RequestError: There is no template, it fails, or the content format is unknown.
     """
-    template = choose_template(tokenizer.chat_templates, chat_template, tools is not None)
-    options: dict[str, Any] = {
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": continue_final_message,
-        "tools": tools,
-        "content_format": chat_template_content_format,
-        "variables": {**tokenizer.special_tokens, **(chat_template_kwargs or {})},
-    }
-    text = render_chat(conversation, template, **options)
-    end = find_generation_prompt(text, conversation, template, **options) if finds_generation_prompt else None
+    check_format(chat_template_content_format)
+    text, end = renderer.render(
+        conversation,
+        choose_template(tokenizer.chat_templates, chat_template, tools is not None),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tools=tools,
+        content_format=chat_template_content_format,
+        variables={**tokenizer.special_tokens, **(chat_template_kwargs or {})},
+        finds_generation_prompt=finds_generation_prompt,
+    )
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     chat = {"messages": conversation, "continue_final_message": continue_final_message}
     ids = tuple(token_ids)

@@ -103,10 +103,9 @@ def render_template(
         Exception: A template can raise anything.
     """
     template = compile_template(source)
-    shown = [_with_reasoning(_plain(message)) for message in messages]
+    shown = [_with_reasoning(plain(message)) for message in messages]
     last = _mark_end(shown[-1], source) if continue_final_message else ""
-    schemas = None if tools is None else [_plain(_schema(tool)) for tool in tools]
-    text = template.render(messages=shown, tools=schemas, **{"documents": None, **_plain(variables)})
+    text = template.render(messages=shown, tools=plain_tools(tools), **{"documents": None, **plain(variables)})
     return _cut_at_mark(text, last) if continue_final_message else text
 
 
@@ -184,6 +183,11 @@ def _cut_at_mark(text: str, last: str) -> str:
     return text[:at] if text.startswith(_OPEN_END, at) else text[:at].rstrip()
 
 
+def plain_tools(tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None) -> list[Any] | None:
+    """Return the JSON schemas of tools."""
+    return None if tools is None else [plain(_schema(tool)) for tool in tools]
+
+
 def _schema(tool: Mapping[str, Any] | Callable[..., Any]) -> Mapping[str, Any]:
     """Return the JSON schema of a tool."""
     if isinstance(tool, Mapping):
@@ -196,7 +200,7 @@ def _schema(tool: Mapping[str, Any] | Callable[..., Any]) -> Mapping[str, Any]:
     return get_json_schema(tool)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value rebuilt from JSON's types: methods of other objects could leave the sandbox."""
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -207,20 +211,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
+        return {plain(key): plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, tuple):
-        return tuple(_plain(item) for item in value)
+        return tuple(plain(item) for item in value)
     return _plain_object(value)
 
 
 def _plain_object(value: Any) -> Any:
     """Return the fields of a data class or a Pydantic model, the number of a NumPy scalar, and else the type's name."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if callable(dump := getattr(value, "model_dump", None)):
-        return _plain(dump())
+        return plain(dump())
     item: Any = getattr(value, "item", None)
     is_scalar = getattr(value, "shape", None) == ()
-    return _plain(item()) if is_scalar else f"<{type(value).__name__}>"
+    return plain(item()) if is_scalar else f"<{type(value).__name__}>"

@@ -17,11 +17,12 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from jaxserve.api.errors import ConfigError
 from jaxserve.text.fast_backend import BYTE_OF
 from jaxserve.text.gguf_splits import SPLITTINGS
-from jaxserve.text.tokenizer_files import TokenizerSettings, read_json
+from jaxserve.text.tokenizer_files import TokenizerSettings, check_text, read_json, wrong_value
 
 TEKKEN: Final = "tekken.json"
 TIKTOKEN: Final = "tiktoken.model"
 _NUM_SPECIAL: Final = 1000
+_MAX_SPECIAL: Final = 1 << 20
 _NAMED: Final = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 _NUM_RESERVED: Final = 256
 _CHARACTERS: Final = {byte: character for character, byte in BYTE_OF.items()}
@@ -44,15 +45,15 @@ def read_tekken(path: Path, settings: TokenizerSettings) -> tuple[tokenizers.Tok
     size, num_special = (config.get(name) for name in ("default_vocab_size", "default_num_special_tokens"))
     num_special = _NUM_SPECIAL if num_special is None else num_special
     pattern, vocabulary = config.get("pattern"), content.get("vocab")
-    if not (isinstance(size, int) and isinstance(num_special, int) and 0 <= num_special < size):
+    if not (type(size) is int and type(num_special) is int and 0 <= num_special < size and num_special <= _MAX_SPECIAL):
         raise ConfigError(f"{path}: expected default_vocab_size above default_num_special_tokens, got {size!r}")
     if not (isinstance(pattern, str) and isinstance(vocabulary, list)):
         raise ConfigError(f"{path}: expected a pattern in config, and a list vocab")
-    entries = cast("list[dict[str, Any]]", vocabulary)[: size - num_special]
-    ranks = [_decoded(entry.get("token_bytes"), path) for entry in entries]
-    special = {index: f"<SPECIAL_{index}>" for index in range(num_special)}
-    for entry in cast("list[dict[str, Any]]", content.get("special_tokens") or []):
-        special[int(entry["rank"])] = str(entry["token_str"])
+    entries = cast("list[Any]", vocabulary)[: size - num_special]
+    ranks = [_decoded(_mapping(entry, path, "objects in vocab").get("token_bytes"), path) for entry in entries]
+    special = {index: f"<SPECIAL_{index}>" for index in range(num_special)} | _tekken_special(
+        content, num_special, path
+    )
     fast = _byte_level_bpe(ranks, special, num_special, (pattern,), path)
     named = {name: text for name, text in _NAMED.items() if text in special.values()}
     return fast, dataclasses.replace(
@@ -61,6 +62,21 @@ def read_tekken(path: Path, settings: TokenizerSettings) -> tuple[tokenizers.Tok
         adds_bos=True,
         config={"add_bos_token": True, **settings.config},
     )
+
+
+def _tekken_special(content: Mapping[str, Any], num_special: int, path: Path) -> dict[int, str]:
+    """Return the special tokens that a ``tekken.json`` names, by id."""
+    listed = content.get("special_tokens")
+    if not isinstance(listed, list | None):
+        raise wrong_value(path, "special_tokens", "a list", listed)
+    found: dict[int, str] = {}
+    for index, entry in enumerate(cast("list[Any]", listed or [])):
+        key = f"special_tokens[{index}]"
+        rank = _mapping(entry, path, f"{key} as an object").get("rank")
+        if type(rank) is not int or not 0 <= rank < num_special:
+            raise wrong_value(path, f"{key}.rank", f"a token id below {num_special}", rank)
+        found[rank] = check_text(path, f"{key}.token_str", entry.get("token_str"))
+    return found
 
 
 def read_tiktoken(path: Path, settings: TokenizerSettings) -> tokenizers.Tokenizer:
@@ -77,7 +93,7 @@ def read_tiktoken(path: Path, settings: TokenizerSettings) -> tokenizers.Tokeniz
     pairs = [line.split() for line in lines if line]
     if not all(len(pair) == 2 and pair[1].isdigit() for pair in pairs):
         raise ConfigError(f"{path}: expected lines of a token in base64 and its rank")
-    if [int(rank) for _, rank in pairs] != [*range(len(pairs))]:
+    if [rank.lstrip(b"0") for _, rank in pairs] != [b"%d" % rank if rank else b"" for rank in range(len(pairs))]:
         raise ConfigError(f"{path}: expected the ranks 0 to {len(pairs) - 1} in order")
     ranks = [_decoded(text, path) for text, _ in pairs]
     reserved = {index: f"<|reserved_token_{index}|>" for index in range(len(ranks), len(ranks) + _NUM_RESERVED)}

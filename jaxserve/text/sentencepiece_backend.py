@@ -150,7 +150,7 @@ def read_sentencepiece(path: Path) -> bytes:
 def _load(where: str, model: bytes) -> Any:
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError as error:
+    except (RuntimeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} is not a sentencepiece model: {error}") from error
 
 

@@ -1,9 +1,9 @@
 """Load a model's tokenizer, and encode and decode with it."""
 
+import contextlib
 import dataclasses
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from jaxserve.api.chat_messages import check_messages
-from jaxserve.api.errors import ConfigError, RequestError
+from jaxserve.api.errors import ConfigError, RequestError, RequestFailedError, own_failure
 from jaxserve.text.chat import choose_template, render_chat
 from jaxserve.text.chat_templates import quiet_transformers
 from jaxserve.text.fast_backend import FastBackend
@@ -54,6 +54,9 @@ def _is_path(value: Any, directory: str) -> bool:
 
 
 MODES = ("auto", "hf", "slow")
+_FAST = "tokenizer.json"
+_PROBES = ("", *(character * 64 + "!\n" for character in "a1 \n-"))
+"""Texts at which an expression that backtracks exponentially fails, so that it is refused at start-up."""
 
 
 class Tokenizer:
@@ -126,16 +129,20 @@ class Tokenizer:
 
         Raises:
           RequestError: The text is not valid Unicode (a lone surrogate).
+          RequestFailedError: The tokenizer fails at the text, such as an expression that backtracks too often.
         """
-        return self._backend.encode(_valid(text), add_special_tokens)
+        with _text_errors():
+            return self._backend.encode(_valid(text), add_special_tokens)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the ids of several texts, in parallel if the library supports it."""
-        return self._backend.encode_batch([_valid(text) for text in texts], add_special_tokens)
+        with _text_errors():
+            return self._backend.encode_batch([_valid(text) for text in texts], add_special_tokens)
 
     def starts(self, text: str) -> list[int] | None:
         """Return where each token of a text begins in it, without special tokens; None if the library cannot tell."""
-        return self._backend.starts(_valid(text)) if isinstance(self._backend, FastBackend) else None
+        with _text_errors():
+            return self._backend.starts(_valid(text)) if isinstance(self._backend, FastBackend) else None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of some ids. Ids outside the vocabulary have no text; invalid UTF-8 becomes U+FFFD."""
@@ -238,15 +245,18 @@ def load_tokenizer(directory: str | Path, tokenizer_mode: str = "auto") -> Token
     if not path.is_dir():
         raise ConfigError(f"no tokenizer: {path} is not a directory")
     settings = read_settings(path)
-    if tokenizer_mode == "auto" and (path / "tokenizer.json").is_file():
-        fast = _read_fast(path / "tokenizer.json")
+    if tokenizer_mode == "auto" and (path / _FAST).is_file():
+        fast = _read_fast(path / _FAST)
         if _has_all(fast, settings):
             return with_flagged_tokens(path, fast, settings)
     elif tokenizer_mode == "auto" and (path / TEKKEN).is_file():
-        fast, settings = read_tekken(path / TEKKEN, settings)
+        with _file_errors(path):
+            fast, settings = read_tekken(path / TEKKEN, settings)
         return with_flagged_tokens(path, fast, settings)
     elif tokenizer_mode == "auto" and (path / TIKTOKEN).is_file():
-        return with_flagged_tokens(path, read_tiktoken(path / TIKTOKEN, settings), settings)
+        with _file_errors(path):
+            fast = read_tiktoken(path / TIKTOKEN, settings)
+        return with_flagged_tokens(path, fast, settings)
     elif tokenizer_mode != "hf" and (path / "tokenizer.model").is_file():
         model = path / "tokenizer.model"
         return Tokenizer(path, SentencePieceBackend(read_sentencepiece(model), settings, str(model)), settings)
@@ -274,8 +284,37 @@ def with_flagged_tokens(
       settings: Its settings.
       hf: That of transformers, if it was loaded with it.
     """
-    add_flagged_tokens(fast, settings.config, settings.special_tokens)
-    return Tokenizer(path, FastBackend(fast), settings, hf)
+    with _file_errors(path):
+        for text in _PROBES:
+            fast.encode(text)
+        add_flagged_tokens(fast, settings.config, settings.special_tokens)
+        backend = FastBackend(fast)
+    return Tokenizer(path, backend, settings, hf)
+
+
+@contextlib.contextmanager
+def _text_errors() -> Iterator[None]:
+    """Raise any error or panic of a tokenizer's library at a text as one of the request."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except BaseException as error:
+        failure = own_failure(error)
+        raise RequestFailedError(f"the tokenizer failed at this text: {failure.__cause__ or failure}") from error
+
+
+@contextlib.contextmanager
+def _file_errors(path: Path) -> Iterator[None]:
+    """Raise any error or panic of a tokenizer's library as one of its file."""
+    try:
+        yield
+    except BaseException as error:
+        failure = own_failure(error)
+        if isinstance(error, ConfigError) and str(path) in str(error):
+            raise
+        file = next((path / name for name in (_FAST, TEKKEN, TIKTOKEN) if (path / name).is_file()), path)
+        raise ConfigError(f"{file} cannot be used as a tokenizer: {failure.__cause__ or failure}") from error
 
 
 def _valid(text: str) -> str:
@@ -289,8 +328,9 @@ def _valid(text: str) -> str:
 def _read_fast(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
+    except BaseException as error:  # the library raises bare Exception, and panics
+        failure = own_failure(error)
+        raise ConfigError(f"{path} cannot be read as a tokenizer: {failure.__cause__ or failure}") from error
 
 
 def _has_all(fast: tokenizers.Tokenizer, settings: TokenizerSettings) -> bool:
@@ -306,8 +346,9 @@ def _load_with_transformers(directory: Path) -> Any:
 
     try:
         hf: Any = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError, ImportError, json.JSONDecodeError) as error:
-        raise ConfigError(f"transformers cannot load a tokenizer from {directory}: {error}") from error
+    except BaseException as error:  # it does not check what the files hold
+        failure = own_failure(error)
+        raise ConfigError(f"transformers cannot load a tokenizer from {directory}: {failure}") from error
     if not getattr(hf, "is_fast", False):
         raise ConfigError(f"{directory}: {type(hf).__name__} has no fast implementation; add a tokenizer.json")
     return hf

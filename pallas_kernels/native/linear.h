@@ -9,6 +9,12 @@
 #include "quantized.h"
 
 enum { PANEL = 32, GATES = 16, STEP_BYTES = 128, PANELS_AT_ONCE = 3 };
+
+// Bytes of the codes of so many features of 32 outputs: whole words.
+static inline int64_t codes_bytes(const Form *form, int64_t features) {
+  return features * PANEL * (form->values == CODES_INT6 ? 6 : form->values == CODES_UINT4 ? 4 : 8) / 8;
+}
+
 enum { NO_ACTIVATION = 0, SILU, GELU, GELU_TANH, RELU };
 
 typedef struct {

@@ -23,5 +23,5 @@ int is_packed(const FfiBuffer *weight, int64_t num_out, int64_t num_in, int is_g
 // The same for a quantized one, of which `quantized` says what it holds.
 int is_packed_quantized(const FfiBuffer *weight, const Quantized *quantized, int64_t num_out, int is_gated);
 
-// Reads the attributes form (s32 [10], the fields of Form) and table (f32 [16]); returns 0 if there is no layout for them.
+// Reads the attributes form (s32 [11], the fields of Form) and table (f32 [16]); returns 0 if there is no layout for them.
 int read_form(FfiFrame *frame, int64_t num_in, Quantized *quantized);

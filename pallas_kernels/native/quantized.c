@@ -99,6 +99,37 @@ INLINE void add_codes(const int rows, const int panels, const int values, const 
   }
 }
 
+// The same with codes of six bits.
+INLINE void add_six(const int rows, const int panels, const Quantized *q, const Span *span, const char *codes,
+                    const float *x, int64_t count, Vec sum[ROWS][PANELS_AT_ONCE * VECTORS]) {
+  enum { MOST = PANELS_AT_ONCE * VECTORS };
+  const int vectors = panels * VECTORS, step = VECTORS * LANES == PANEL ? LANES : span->step;
+  const int64_t stride = panel_bytes(q);
+  const Ints center = ints_set(0x20202020);
+  codes += span->lane * 4;
+  for (; count > 0; count -= 16, codes += 3 * STEP_BYTES)
+#pragma GCC unroll 2
+    for (int second = 0; second < 2; second++) {
+      Ints quads[2][MOST];
+#pragma GCC unroll 6
+      for (int j = 0; j < vectors; j++) {
+        const char *at = codes + j / VECTORS * stride + j % VECTORS * step * 4;
+        __builtin_prefetch(at + second * STEP_BYTES + SPAN_PREFETCH);
+        if (second) __builtin_prefetch(at + 2 * STEP_BYTES + SPAN_PREFETCH);
+        const Ints low = ints_load(at + second * STEP_BYTES), high = ints_load(at + 2 * STEP_BYTES);
+        quads[0][j] = ints_sub_bytes(six_quads(low, high, second, 0), center);
+        quads[1][j] = ints_sub_bytes(six_quads(low, high, second, 1), center);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; i++, x += rows) {
+        Vec value[MOST];
+#pragma GCC unroll 6
+        for (int j = 0; j < vectors; j++) value[j] = vec_from_ints(top_byte(quads[i % 2][j], i / 2));
+        add_rows(rows, vectors, x, value, sum);
+      }
+    }
+}
+
 // Adds a group's sums, which lie where those of a part do, to those of the groups before.
 static void add_group(int rows, int panels, const Linear *l, const Span *span, int64_t group) {
   const Quantized *q = l->quantized;
@@ -125,7 +156,6 @@ static void add_group(int rows, int panels, const Linear *l, const Span *span, i
 INLINE void multiply_tile(const int rows, const int panels, const int values, const Linear *l, const Span *span) {
   const Quantized *q = l->quantized;
   const int vectors = panels * VECTORS, step = VECTORS * LANES == PANEL ? LANES : span->step;
-  const int code_bits = values == CODES_UINT4 ? 4 : 8;
   const float *x = (const float *)span->rows;
   int64_t group = span->begin / q->padded_group;
   for (int64_t k = span->begin; k < span->end; group++) {
@@ -137,8 +167,9 @@ INLINE void multiply_tile(const int rows, const int panels, const int values, co
       for (int j = 0; j < vectors; j++)
         sum[r][j] = k == first ? vec_zero()
                                : vec_load(span->partial + j / VECTORS * span->partial_panel + r * PANEL + j % VECTORS * step);
-    const char *codes = group_of(q, span->panel, group) + (k - first) * PANEL * code_bits / 8;
-    add_codes(rows, panels, values, q, span, codes, x + k * rows, stop - k, sum);
+    const char *codes = group_of(q, span->panel, group) + codes_bytes(&q->form, k - first);
+    if (values == CODES_INT6) add_six(rows, panels, q, span, codes, x + k * rows, stop - k, sum);
+    else add_codes(rows, panels, values, q, span, codes, x + k * rows, stop - k, sum);
     k = stop;
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -173,6 +204,7 @@ INLINE void multiply_rows(int rows, int panels, const int values, const Linear *
   }
 MULTIPLY(bytes, CODES_INT8)
 MULTIPLY(uint4, CODES_UINT4)
+MULTIPLY(int6, CODES_INT6)
 MULTIPLY(e4m3, CODES_E4M3)
 MULTIPLY(e5m2, CODES_E5M2)
 
@@ -181,6 +213,7 @@ static void multiply_span(int rows, int panels, const Linear *l, const Span *spa
     case CODES_INT8:
     case CODES_UINT8: multiply_bytes(rows, panels, l, span); break;
     case CODES_UINT4: multiply_uint4(rows, panels, l, span); break;
+    case CODES_INT6: multiply_int6(rows, panels, l, span); break;
     case CODES_E4M3: multiply_e4m3(rows, panels, l, span); break;
     default: multiply_e5m2(rows, panels, l, span);
   }

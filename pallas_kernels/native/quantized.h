@@ -7,10 +7,14 @@
 //
 // Codes of a byte lie as [features / 4][32][4], those of half a byte as [features / 8][32][8], the lower half first, and
 // 8-bit floats as [features][32]: the first two are words of one output each. int8 is stored as its value plus 128.
+//
+// Codes of six bits, stored as their value plus 32, lie as [features / 16][3][32]: two words of an output with the lower
+// halves of eight codes each, and one with the upper two bits of all. Byte b of that has, from its lowest bits on, those
+// of code 2b of the first word, of code 2b + 1, and the same of the second word.
 #pragma once
 #include <stdint.h>
 
-enum { CODES_INT8 = 1, CODES_UINT8, CODES_UINT4, CODES_E4M3, CODES_E5M2 };
+enum { CODES_INT8 = 1, CODES_UINT8, CODES_UINT4, CODES_INT6, CODES_E4M3, CODES_E5M2 };
 // Activations as they are, or in bfloat16 where tiles multiply that, or int8 with a scale for each.
 enum { FLOAT_ROWS = 0, BF16_ROWS, ROUNDED_ROWS, ROUNDED_GROUPS };
 enum { NO_NUMBERS = 0, NUMBERS_F32, NUMBERS_F16, NUMBERS_BF16, NUMBERS_E8M0, NUMBERS_E4M3, NUMBERS_E5M2, NUMBERS_U8,
@@ -19,6 +23,7 @@ enum { NO_NUMBERS = 0, NUMBERS_F32, NUMBERS_F16, NUMBERS_BF16, NUMBERS_E8M0, NUM
 // A form as Python gives it; groups are of the features of the matrix at hand.
 typedef struct {
   int32_t values, span, group, factor_group, zero, activations, scales, zeros, biases, factors;
+  int32_t divides;  // factors divide the scales, in place of multiplying them
 } Form;
 
 typedef struct {
@@ -42,7 +47,7 @@ static inline int64_t number_bytes(int32_t kind) {
 
 // Features that words of codes hold; groups are filled up with zeros to a multiple of them.
 static inline int64_t code_unit(const Form *form) {
-  return form->values == CODES_UINT4 ? 8 : form->values <= CODES_UINT8 ? 4 : 1;
+  return form->values == CODES_INT6 ? 16 : form->values == CODES_UINT4 ? 8 : form->values <= CODES_UINT8 ? 4 : 1;
 }
 
 static inline int64_t padded_in(const Quantized *q) { return q->num_groups * q->padded_group; }

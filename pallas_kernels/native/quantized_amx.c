@@ -45,6 +45,25 @@ static void unpack_halves(const Quantized *q, const char *codes, int64_t count, 
     }
 }
 
+static void unpack_six(const char *codes, int64_t count, char *to) {
+  const Ints center = ints_set(0x20202020);
+  for (int64_t k = 0; k < count; k += 16, codes += 3 * STEP_BYTES, to += 8 * STEP_BYTES)
+    for (int j = 0; j < STEP_BYTES; j += 64) {
+      const Ints high = ints_load(codes + 2 * STEP_BYTES + j);
+#pragma GCC unroll 2
+      for (int second = 0; second < 2; second++) {
+        const Ints low = ints_load(codes + second * STEP_BYTES + j);
+        const Ints even = ints_sub_bytes(six_quads(low, high, second, 0), center);
+        const Ints odd = ints_sub_bytes(six_quads(low, high, second, 1), center);
+        __builtin_prefetch(codes + (second ? 2 : 0) * STEP_BYTES + j + SPAN_PREFETCH);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++)
+          store_pairs(to + (4 * second + i) * STEP_BYTES + j, vec_from_ints(top_byte(even, i)), vec_from_ints(top_byte(odd, i)));
+      }
+      __builtin_prefetch(codes + STEP_BYTES + j + SPAN_PREFETCH);
+    }
+}
+
 static void unpack(const Quantized *q, const char *codes, int64_t count, char *to) {
   if (q->form.values == CODES_UINT4) return unpack_halves(q, codes, count, to);
   if (q->form.values >= CODES_E4M3) {
@@ -57,6 +76,7 @@ static void unpack(const Quantized *q, const char *codes, int64_t count, char *t
       }
     return;
   }
+  if (q->form.values == CODES_INT6) return unpack_six(codes, count, to);
   const Ints flip = ints_set((int)0x80808080);
   for (int64_t k = 0; k < count; k += 4, codes += STEP_BYTES, to += 2 * STEP_BYTES)
     for (int j = 0; j < STEP_BYTES; j += 64) {

@@ -70,26 +70,37 @@ static void list_values(const Form *form, const float *table, float *values) {
       case CODES_INT8: values[code] = (float)(code - 128); break;
       case CODES_UINT8: values[code] = (float)code; break;
       case CODES_UINT4: values[code] = table[code & 15]; break;
+      case CODES_INT6: values[code] = (float)(code - 32); break;
       default: values[code] = byte_float((uint32_t)code, form->values == CODES_E4M3);
     }
+}
+
+// The code of a feature of output r.
+static uint8_t code_of(const Form *f, const char *group, int64_t k, int r) {
+  const int64_t unit = code_unit(f), i = k % unit;
+  if (unit == 1) return (uint8_t)group[k * PANEL + r];
+  const char *words = group + codes_bytes(f, k - i) + r * 4;
+  if (unit == 4) return (uint8_t)words[i];
+  const uint8_t half = (uint8_t)words[i / 8 * PANEL * 4 + i % 8 / 2] >> i % 2 * 4 & 15;
+  if (unit == 8) return half;
+  const uint8_t upper = (uint8_t)words[2 * PANEL * 4 + i % 8 / 2] >> (i / 8 * 4 + i % 2 * 2) & 3;
+  return (uint8_t)(half | upper << 4);
 }
 
 // Decodes output r of a panel.
 static void decode_row(const RowsJob *job, const char *panel, int r, float *to) {
   const Quantized *q = job->q;
   const Form *f = &q->form;
-  const int64_t unit = code_unit(f);
   for (int64_t g = 0; g < q->num_groups; g++, to += f->group) {
     const char *group = group_of(q, panel, g), *block = block_of(q, panel, g);
     const float zero = f->zeros ? number(f->zeros, group + q->zero_at, r) : 0;
     float scale = number(f->scales, group + q->scale_at, r), bias = -0.0f;  // adding it changes no number
-    if (f->factors) scale *= number(f->factors, block, r);
+    if (f->factors && f->divides) scale /= number(f->factors, block, r);
+    else if (f->factors) scale *= number(f->factors, block, r);
     if (f->biases) bias = number(f->biases, group + q->bias_at, r);
     if (f->biases && f->factors) bias *= number(f->factors, block + PANEL * number_bytes(f->factors), r);
     for (int64_t k = 0; k < f->group; k++) {
-      const int64_t byte = unit == 1 ? k * PANEL + r : (k / unit * PANEL + r) * 4 + k % unit * 4 / unit;
-      const uint8_t code = (uint8_t)group[byte];
-      const float value = job->values[unit == 8 ? code >> k % 2 * 4 & 15 : code];
+      const float value = job->values[code_of(f, group, k, r)];
       to[k] = (value - (float)f->zero - zero) * scale + bias;
     }
   }

@@ -22,12 +22,13 @@ int describe(Quantized *q, const Form *form, int64_t num_in, const float *table)
   if (!f.scales || !is_number(f.scales) || !is_number(f.zeros) || !is_number(f.biases) || !is_number(f.factors)) return 0;
   if (f.activations < FLOAT_ROWS || f.activations > ROUNDED_GROUPS) return 0;
   const int is_rounded = f.activations >= ROUNDED_ROWS;
-  if (is_rounded && f.values > CODES_UINT4) return 0;
+  if (is_rounded && f.values >= CODES_E4M3) return 0;
+  if (f.values == CODES_INT6 && f.span % 8) return 0;
   *q = (Quantized){.form = f, .num_in = num_in, .num_groups = num_in / f.group};
   const int64_t unit = code_unit(form);
   q->padded_group = (f.group + unit - 1) / unit * unit;
   q->block_groups = f.factor_group / f.group;
-  q->scale_at = q->padded_group * PANEL / (f.values == CODES_UINT4 ? 2 : 1);
+  q->scale_at = codes_bytes(form, q->padded_group);
   q->zero_at = q->scale_at + PANEL * number_bytes(f.scales);
   q->bias_at = q->zero_at + PANEL * number_bytes(f.zeros);
   q->group_bytes = q->bias_at + PANEL * number_bytes(f.biases);
@@ -41,8 +42,9 @@ int describe(Quantized *q, const Form *form, int64_t num_in, const float *table)
     q->center = f.zeros && is_plain ? 8 : f.zero;
     q->offset = (float)(f.zero - q->center);
   } else if (is_rounded) {
-    q->center = f.values == CODES_INT8 ? 128 + f.zero : f.zeros ? 128 : f.zero;
-    q->offset = f.values == CODES_INT8 ? 0 : (float)(f.zero - q->center);
+    const int is_signed = f.values == CODES_INT8 || f.values == CODES_INT6;
+    q->center = is_signed ? (f.values == CODES_INT8 ? 128 : 32) + f.zero : f.zeros ? 128 : f.zero;
+    q->offset = is_signed ? 0 : (float)(f.zero - q->center);
   } else {
     q->offset = (float)(f.values == CODES_UINT8 ? f.zero - 128 : f.zero);
   }
@@ -83,10 +85,66 @@ INLINE void move_words(char *const *rows, int64_t at, char *words, uint32_t flip
   }
 }
 
+// Joins the lower halves of eight bytes to a word; and the opposite.
+static uint32_t join_halves(uint64_t bytes) {
+  bytes &= 0x0f0f0f0f0f0f0f0f;
+  bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ff;
+  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
+  return (uint32_t)(bytes | bytes >> 16);
+}
+static uint64_t split_halves(uint64_t word) {
+  word = (word | word << 16) & 0x0000ffff0000ffff;
+  word = (word | word << 8) & 0x00ff00ff00ff00ff;
+  return (word | word << 4) & 0x0f0f0f0f0f0f0f0f;
+}
+
+// Joins two bits of each of eight bytes, those of an even one and the next in the lower half of a byte; and the opposite.
+static uint32_t join_pairs(uint64_t bytes) {
+  bytes &= 0x0303030303030303;
+  bytes = (bytes | bytes >> 6) & 0x000f000f000f000f;
+  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
+  return (uint32_t)(bytes | bytes >> 16);
+}
+static uint64_t split_pairs(uint64_t word) {
+  word = (word | word << 16) & 0x0000ffff0000ffff;
+  word = (word | word << 8) & 0x00ff00ff00ff00ff;
+  return (word | word << 6) & 0x0303030303030303;
+}
+
+// Moves codes of six bits, which records have as bytes.
+INLINE void move_six(const Form *f, char *const *rows, char *group, int64_t feature, const int is_inverse) {
+  const uint64_t each = 0x0101010101010101;
+  for (int64_t i = 0; i < f->span; i += 8) {
+    const int64_t at = feature + i, which = at % 16 / 8;
+    char *of_codes = group + at / 16 * 3 * PANEL * 4, *low = of_codes + which * PANEL * 4, *high = of_codes + 2 * PANEL * 4;
+    for (int r = 0; r < PANEL; r++) {
+      if (!rows[r]) continue;
+      uint64_t codes;
+      uint32_t lower, upper;
+      memcpy(&upper, high + 4 * r, 4);
+      if (is_inverse) {
+        memcpy(&lower, low + 4 * r, 4);
+        codes = (split_halves(lower) | split_pairs(upper >> 4 * which & 0x0f0f0f0f) << 4) ^ 0x20 * each;
+        const uint64_t signs = codes & 0x20 * each;
+        codes |= signs << 1 | signs << 2;
+        memcpy(rows[r] + i, &codes, 8);
+        continue;
+      }
+      memcpy(&codes, rows[r] + i, 8);
+      codes ^= 0x20 * each;
+      lower = join_halves(codes);
+      upper |= join_pairs(codes >> 4) << 4 * which;
+      memcpy(low + 4 * r, &lower, 4);
+      memcpy(high + 4 * r, &upper, 4);
+    }
+  }
+}
+
 // Moves the codes of a record of each row, which begins at a feature of its group.
 INLINE void move_codes(const Form *f, char *const *rows, char *group, int64_t feature, const int is_inverse) {
   const uint32_t flip = f->values == CODES_INT8 ? 0x80808080u : 0;
   const int64_t unit = code_unit(f), count = code_bytes(f);
+  if (f->values == CODES_INT6) return move_six(f, rows, group, feature, is_inverse);
   if (unit > 1 && f->span % unit == 0) {
     for (int64_t i = 0; i < count; i += 4)
       move_words(rows, i, group + (feature / unit + i / 4) * PANEL * 4, flip, is_inverse);

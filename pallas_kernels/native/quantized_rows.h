@@ -10,6 +10,8 @@ static inline Ints ints_zero(void) { return _mm512_setzero_si512(); }
 static inline void ints_store(void *p, Ints v) { _mm512_storeu_si512(p, v); }
 static inline Ints ints_and(Ints a, Ints b) { return _mm512_and_si512(a, b); }
 static inline Ints ints_xor(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
+static inline Ints ints_or(Ints a, Ints b) { return _mm512_or_si512(a, b); }
+static inline Ints ints_sub_bytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
 static inline Ints ints_add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 static inline Ints ints_sub(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 static inline Ints ints_down(Ints v, int bits) { return _mm512_srli_epi32(v, bits); }
@@ -47,6 +49,8 @@ static inline Ints ints_zero(void) { return _mm256_setzero_si256(); }
 static inline void ints_store(void *p, Ints v) { _mm256_storeu_si256((__m256i *)p, v); }
 static inline Ints ints_and(Ints a, Ints b) { return _mm256_and_si256(a, b); }
 static inline Ints ints_xor(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
+static inline Ints ints_or(Ints a, Ints b) { return _mm256_or_si256(a, b); }
+static inline Ints ints_sub_bytes(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
 static inline Ints ints_add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 static inline Ints ints_sub(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
 static inline Ints ints_down(Ints v, int bits) { return _mm256_srli_epi32(v, bits); }
@@ -101,6 +105,14 @@ INLINE Ints top_byte(Ints words, int i) {
 #endif
 }
 
+// Four codes of six bits, plus 32, in the bytes of words: the even ones of eight, or the odd ones, of which `low` has the
+// lower halves, and `high` the upper bits of these eight, if they are the first of 16, and of the next eight.
+INLINE Ints six_quads(Ints low, Ints high, const int is_second, const int is_odd) {
+  const int down = 4 * is_second + 2 * is_odd;
+  const Ints upper = down < 4 ? ints_up(high, 4 - down) : ints_down(high, down - 4);
+  return ints_or(ints_and(is_odd ? ints_down(low, 4) : low, ints_set(0x0f0f0f0f)), ints_and(upper, ints_set(0x30303030)));
+}
+
 enum { E4M3_POWER = 256 };  // what vec_load_e4m3 leaves out
 
 // Numbers of a vector of outputs, the first of which is `lane`, of the 32 that lie there.
@@ -131,7 +143,8 @@ INLINE GroupNumbers numbers_of(const Quantized *q, const char *block, const char
   if (f->zeros) found.zero = vec_add(load_numbers(f->zeros, group + q->zero_at, lane), found.zero);
   if (f->biases) found.bias = load_numbers(f->biases, group + q->bias_at, lane);
   if (f->factors) {
-    found.scale = vec_mul(found.scale, load_numbers(f->factors, block, lane));
+    const Vec factor = load_numbers(f->factors, block, lane);
+    found.scale = f->divides ? vec_div(found.scale, factor) : vec_mul(found.scale, factor);
     if (f->biases)
       found.bias = vec_mul(found.bias, load_numbers(f->factors, block + PANEL * number_bytes(f->factors), lane));
   }
@@ -150,7 +163,7 @@ INLINE Parts parts_of(int number) { return (Parts){number & 1, number >> 1 & 1, 
 // What kernels' numbers are multiplied by to get those of rows that are not rounded: codes of a byte are the highest one of
 // an integer.
 INLINE float code_power(const Quantized *q) {
-  return q->form.values == CODES_E4M3 ? E4M3_POWER : q->form.values <= CODES_UINT8 ? 0x1p-24f : 1;
+  return q->form.values == CODES_E4M3 ? E4M3_POWER : q->form.values <= CODES_UINT8 || q->form.values == CODES_INT6 ? 0x1p-24f : 1;
 }
 
 // What is added for a group of such rows, for each 1 of their sum.

@@ -175,13 +175,13 @@ INLINE void multiply_blocks_of(const int blocks, const int is_unpacked, Panel *p
   const Linear *l = p->l;
   const Quantized *q = l->quantized;
   const char *rows = l->rows + block * block_bytes(l);
-  const int64_t row = block * ROWS, features = code_unit(&q->form), step_bytes = features > 1 ? STEP_BYTES : PANEL;
+  const int64_t row = block * ROWS;
   for (int64_t k = begin, stop; k < end; k = stop) {
     const int64_t group = k / q->padded_group, group_begin = group * q->padded_group;
     stop = group_begin + q->padded_group < end ? group_begin + q->padded_group : end;
     const char *of_group = group_of(q, p->panel, group), *of_block = block_of(q, p->panel, group);
-    const char *codes = of_group + (k - group_begin) / features * step_bytes;
-    const int64_t at = k * ROWS * ITEM, ahead_bytes = p->depth / features * step_bytes;
+    const char *codes = of_group + codes_bytes(&q->form, k - group_begin);
+    const int64_t at = k * ROWS * ITEM, ahead_bytes = codes_bytes(&q->form, p->depth);
     const Part part = {
         .codes = is_unpacked ? unpacked + (k - begin) * PANEL * ITEM : codes,
         .first = rows + at,
@@ -224,11 +224,10 @@ static int64_t chunk_end(const Linear *l, int64_t depth, int64_t most, int64_t b
 
 static void unpack_chunk(const Panel *p, int64_t begin, int64_t end, char *to) {
   const Quantized *q = p->l->quantized;
-  const int64_t features = code_unit(&q->form), step_bytes = features > 1 ? STEP_BYTES : PANEL;
   for (int64_t k = begin, stop; k < end; k = stop) {
     const int64_t group = k / q->padded_group, first = k - group * q->padded_group;
     stop = k - first + q->padded_group < end ? k - first + q->padded_group : end;
-    const char *codes = group_of(q, p->panel, group) + first / features * step_bytes;
+    const char *codes = group_of(q, p->panel, group) + codes_bytes(&q->form, first);
     unpack(q, codes, stop - k, to + (k - begin) * PANEL * ITEM);
   }
 }

@@ -71,6 +71,30 @@ INLINE Ints add_quads(Ints sum, Ints codes, const int32_t *quad) {
 #endif
 }
 
+// Adds products with codes of six bits of some features of a group.
+INLINE void add_six(const int rows, const int panels, const Quantized *q, const Span *span, const char *codes,
+                    const int32_t *x, int64_t count, Ints sum[ROWS][PANELS_AT_ONCE * VECTORS]) {
+  enum { MOST = PANELS_AT_ONCE * VECTORS };
+  const int vectors = panels * VECTORS, step = VECTORS * LANES == PANEL ? LANES : span->step;
+  const int64_t stride = panel_bytes(q);
+  codes += span->lane * 4;
+  for (; count > 0; count -= 16, codes += 3 * STEP_BYTES)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++, x += rows * QUAD_WORDS) {
+      Ints quads[MOST];
+#pragma GCC unroll 6
+      for (int j = 0; j < vectors; j++) {
+        const char *at = codes + j / VECTORS * stride + j % VECTORS * step * 4;
+        if (i < 3) __builtin_prefetch(at + i * STEP_BYTES + SPAN_PREFETCH);
+        quads[j] = six_quads(ints_load(at + i / 2 * STEP_BYTES), ints_load(at + 2 * STEP_BYTES), i / 2, i % 2);
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < rows; r++)
+#pragma GCC unroll 6
+        for (int j = 0; j < vectors; j++) sum[r][j] = add_quads(sum[r][j], quads[j], x + r * QUAD_WORDS);
+    }
+}
+
 // Adds products with some features of a group, of which `codes` are the first panel's.
 INLINE void add_codes(const int rows, const int panels, const int is_half, const Quantized *q, const Span *span,
                       const char *codes, const int32_t *x, int64_t num_words, Ints sum[ROWS][PANELS_AT_ONCE * VECTORS]) {
@@ -122,10 +146,9 @@ static void add_group(int rows, int panels, const Linear *l, const Span *span, i
   }
 }
 
-INLINE void multiply_tile(const int rows, const int panels, const int is_half, const Linear *l, const Span *span) {
+INLINE void multiply_tile(const int rows, const int panels, const int bits, const Linear *l, const Span *span) {
   const Quantized *q = l->quantized;
   const int vectors = panels * VECTORS, step = VECTORS * LANES == PANEL ? LANES : span->step;
-  const int unit = is_half ? 8 : 4;
   const int32_t *x = (const int32_t *)span->rows;
   int64_t group = span->begin / q->padded_group;
   for (int64_t k = span->begin; k < span->end; group++) {
@@ -139,8 +162,10 @@ INLINE void multiply_tile(const int rows, const int panels, const int is_half, c
         sum[r][j] = k == first ? ints_zero()
                                : ints_load((const char *)(partial + j / VECTORS * span->partial_panel + r * PANEL +
                                                           j % VECTORS * step));
-    const char *codes = group_of(q, span->panel, group) + (k - first) / unit * STEP_BYTES;
-    add_codes(rows, panels, is_half, q, span, codes, x + k / 4 * rows * QUAD_WORDS, (stop - k) / unit, sum);
+    const char *codes = group_of(q, span->panel, group) + codes_bytes(&q->form, k - first);
+    const int32_t *from = x + k / 4 * rows * QUAD_WORDS;
+    if (bits == 6) add_six(rows, panels, q, span, codes, from, stop - k, sum);
+    else add_codes(rows, panels, bits == 4, q, span, codes, from, (stop - k) * bits / 32, sum);
     k = stop;
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
@@ -165,12 +190,12 @@ static void finish(int rows, int panels, const Linear *l, const Span *span) {
 
 #define FEW_CASE(n)                                                                    \
   case n:                                                                              \
-    if (panels == PANELS_AT_ONCE) multiply_tile(n, PANELS_AT_ONCE, is_half, l, span);  \
-    else multiply_tile(n, 1, is_half, l, span);                                        \
+    if (panels == PANELS_AT_ONCE) multiply_tile(n, PANELS_AT_ONCE, bits, l, span);     \
+    else multiply_tile(n, 1, bits, l, span);                                           \
     break;
 #define ROW_CASE(n) \
-  case n: multiply_tile(n, 1, is_half, l, span); break;
-INLINE void multiply_rows(int rows, int panels, const int is_half, const Linear *l, const Span *span) {
+  case n: multiply_tile(n, 1, bits, l, span); break;
+INLINE void multiply_rows(int rows, int panels, const int bits, const Linear *l, const Span *span) {
   switch (rows) {
     FEW_CASE(1) FEW_CASE(2)
 #ifdef __AVX512F__
@@ -182,13 +207,20 @@ INLINE void multiply_rows(int rows, int panels, const int is_half, const Linear 
   }
 }
 static void multiply_bytes(int rows, int panels, const Linear *l, const Span *span) {
-  multiply_rows(rows, panels, 0, l, span);
+  multiply_rows(rows, panels, 8, l, span);
 }
 static void multiply_halves(int rows, int panels, const Linear *l, const Span *span) {
-  multiply_rows(rows, panels, 1, l, span);
+  multiply_rows(rows, panels, 4, l, span);
+}
+static void multiply_six(int rows, int panels, const Linear *l, const Span *span) {
+  multiply_rows(rows, panels, 6, l, span);
 }
 static void multiply_span(int rows, int panels, const Linear *l, const Span *span) {
-  (l->quantized->form.values == CODES_UINT4 ? multiply_halves : multiply_bytes)(rows, panels, l, span);
+  switch (l->quantized->form.values) {
+    case CODES_UINT4: multiply_halves(rows, panels, l, span); break;
+    case CODES_INT6: multiply_six(rows, panels, l, span); break;
+    default: multiply_bytes(rows, panels, l, span);
+  }
   if (span->end == l->padded_in) finish(rows, panels, l, span);
 }
 

@@ -12,10 +12,26 @@ typedef int32_t Sum;
 enum { ROWS = TILE_ROWS, VECTORS = 2, ITEM = 1, NUMBERS = GROUP_NUMBERS, CHUNK = 2048, FEW_CHUNK = 512 };
 
 // Codes of a byte lie as they are multiplied.
-static int is_unpacked(const Quantized *q) { return q->form.values == CODES_UINT4; }
+static int is_unpacked(const Quantized *q) { return q->form.values == CODES_UINT4 || q->form.values == CODES_INT6; }
+
+// The same with codes of six bits.
+static void unpack_six(const Quantized *q, const char *codes, int64_t count, char *to) {
+  const Ints center = _mm512_set1_epi8((char)q->center);
+  for (int64_t k = 0; k < count; k += 16, codes += 3 * STEP_BYTES, to += 4 * STEP_BYTES)
+    for (int j = 0; j < STEP_BYTES; j += 64) {
+      const Ints high = ints_load(codes + 2 * STEP_BYTES + j);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        const Ints low = ints_load(codes + i / 2 * STEP_BYTES + j);
+        if (i < 3) __builtin_prefetch(codes + i * STEP_BYTES + j + SPAN_PREFETCH);
+        ints_store(to + i * STEP_BYTES + j, ints_sub_bytes(six_quads(low, high, i / 2, i % 2), center));
+      }
+    }
+}
 
 // Codes of half a byte less their center, as [features / 4][32][4] with the quads of quantized rows.
 static void unpack(const Quantized *q, const char *codes, int64_t count, char *to) {
+  if (q->form.values == CODES_INT6) return unpack_six(q, codes, count, to);
   const Ints half = ints_set(0x0f0f0f0f), center = _mm512_set1_epi8((char)q->center);
   for (int64_t k = 0; k < count; k += 8, codes += STEP_BYTES, to += 2 * STEP_BYTES)
     for (int j = 0; j < STEP_BYTES; j += 64) {

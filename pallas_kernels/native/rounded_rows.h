@@ -12,7 +12,7 @@ enum {
 };
 
 typedef struct {
-  int8_t *bytes;   // [padded_in], in the order of quads: of codes of half a byte, even features before odd ones
+  int8_t *bytes;   // [padded_in], in the order of quads: of codes of less than a byte, even features before odd ones
   float *numbers;  // [groups][GROUP_NUMBERS]
   float scale;     // of all groups
 } RoundedRow;
@@ -72,7 +72,7 @@ INLINE RoundedRow round_row(const Linear *l, int64_t row, float *scratch, float 
     numbers[ROW_SCALE] = own;
     numbers[SCALED_SUM] = (float)sum * own;
   }
-  if (f->values == CODES_UINT4) {
+  if (f->values == CODES_UINT4 || f->values == CODES_INT6) {
     const __m128i order = _mm_set1_epi64x(0x0705030106040200);
     for (int64_t k = 0; k < l->padded_in; k += 8) {
       __m128i *eight = (__m128i *)(found.bytes + k);

@@ -5,6 +5,7 @@ import os
 import pickle
 import pickletools
 import struct
+import tracemalloc
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -385,6 +386,35 @@ def test_a_stated_size_that_deflate_cannot_reach(tmp_path: Path) -> None:
     content[directory_entry + 24 : directory_entry + 28] = struct.pack("<I", 1 << 31)
     (tmp_path / "m.bin").write_bytes(content)
     with TorchReader(tmp_path / "m.bin") as reader, pytest.raises(CheckpointError, match="declares 2147483648 bytes"):
+        reader.read("w", whole_index((2, 3)))
+
+
+def deflated(path: Path, num_bytes: int) -> Path:
+    """An archive whose storage of six floats is an entry of zeros."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("m/data.pkl", state_dict(tensor(storage())))
+        file.writestr("m/data/0", bytes(num_bytes))
+    return path
+
+
+def test_an_entry_inflates_no_further_than_its_storage(tmp_path: Path) -> None:
+    with TorchReader(deflated(tmp_path / "m.bin", 100 << 20)) as reader:
+        tracemalloc.start()
+        try:
+            assert not reader.read("w", whole_index((2, 3))).any()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_an_entry_that_inflates_to_less_than_it_declares(tmp_path: Path) -> None:
+    path = deflated(tmp_path / "m.bin", 20)
+    content = bytearray(path.read_bytes())
+    directory_entry = content.rfind(b"PK\x01\x02")
+    content[directory_entry + 24 : directory_entry + 28] = struct.pack("<I", 24)
+    path.write_bytes(content)
+    with TorchReader(path) as reader, pytest.raises(CheckpointError, match=r"entry 'm/data/0' is damaged"):
         reader.read("w", whole_index((2, 3)))
 
 

@@ -9,12 +9,15 @@ import pytest
 import transformers
 
 from jaxserve import LLM, ConfigError, MemoryPlanError, SamplingParams, load_model
+from jaxserve.scheduling.sequence import Sequence
 from tests.hooks import pages_of_one_request
 from tests.jaxserve import test_models as models
 from tests.jaxserve.test_models import GRANITE, LAYOUTS, NUM_NEW, PROMPT_LENGTHS, Checkpoint, Row, rope
+from tests.sequences import NoState
 
 torch = pytest.importorskip("torch")
 
+DRAFTED = [("falcon-h1", "tp2"), ("lfm2", "pp2"), ("mamba2", "tp1"), ("qwen3-next", "dp2")]
 METRICS = {"disable_log_stats": False}
 EXPERTS = {"ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True}}
 EXPERTS |= {"experts2": {"expert_parallel_size": 2, "layout": "expert_gather"}}
@@ -241,6 +244,49 @@ def test_a_shared_prefix_is_not_computed_again(
     assert all(found >= 48 for found in cached[11:]), cached  # a state of the answer, before its last token
 
 
+class Mistaken(NoState):
+    """Drafts what follows in known outputs, with every third token wrong."""
+
+    def __init__(self, outputs: list[list[int]]):
+        self.outputs = outputs
+
+    def follow(self, sequence: Sequence) -> list[int]:
+        """Return the tokens after those so far."""
+        length = len(sequence.token_ids)
+        known = next((each for each in self.outputs if each[:length] == sequence.token_ids), [])
+        return [token if at % 3 else token - 1 for at, token in enumerate(known[length : length + 4], length)]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3-5", "tp1"), *(pytest.param(*each, marks=pytest.mark.slow) for each in DRAFTED)],
+)
+@pytest.mark.parametrize("penalty", [0.0, 0.7])
+def test_rejected_drafts_leave_no_trace(
+    name: str, layout: str, penalty: float, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in the tokens, in logprobs nor in the states that later requests go on from."""
+    made = checkpoint(name)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, logprobs=1, frequency_penalty=penalty)
+    settings = settings_of(layout, num_gpu_blocks_override=99, logprobs_mode="processed_logprobs")
+    with LLM(str(made.directory), **settings) as llm:
+        is_exact = llm.plan.models[0].kernel.name == "native"
+        expected = llm.generate(made.prompts, params, use_tqdm=False)
+        texts = [[*prompt, *each.outputs[0].token_ids] for prompt, each in zip(made.prompts, expected, strict=True)]
+        longer = llm.generate([[*text[:-2], 3] for text in texts], params, use_tqdm=False)
+    monkeypatch.setattr("jaxserve.engine.startup.make_proposer", lambda config: Mistaken(texts))
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "enable_adaptive_verification": False}
+    with LLM(str(made.directory), **settings, speculative_config=drafts, **METRICS) as llm:
+        found = llm.generate(made.prompts, params, use_tqdm=False)
+        also = llm.generate([[*text[:-2], 3] for text in texts], params, use_tqdm=False)
+        counts = {metric.name.partition("num_")[2]: metric.value for metric in llm.get_metrics() if not metric.labels}
+    assert 10 < counts["accepted_tokens"] < counts["draft_tokens"] - 10
+    for one, other in (*zip(found, expected, strict=True), *zip(also, longer, strict=True)):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        numbers, wanted = chosen_logprobs(one), chosen_logprobs(other)
+        np.testing.assert_allclose(numbers, wanted, rtol=0, atol=0 if is_exact else 1e-4)
+
+
 def chosen_logprobs(output: Any) -> list[float]:
     """The logprob of each token of the first completion."""
     (completion, *_) = output.outputs
@@ -273,8 +319,12 @@ def test_samples_of_one_prompt_start_from_its_state(checkpoint: Callable[[str], 
     ("settings", "message"),
     [
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative_config is not supported",
+            {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+            "speculative_config method 'mtp' is not supported for Qwen3_5ForCausalLM: it drafts on the device",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 8}},
+            r"needs a max_num_batched_tokens of at least 18, max_num_seqs=2 times 1 \+ num_speculative_tokens; got 16",
         ),
         (
             {"prefix_cache_state_bytes": 100},

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 from jaxserve import LLM, MemoryPlanError
 from jaxserve.api.config import EngineConfig
 from jaxserve.device.build import EnginePlan, load_params, plan_engine
-from jaxserve.device.compiling import use_compilation_cache
 from jaxserve.device.memory import (
     MemoryNeeds,
     device_memory_bytes,
@@ -27,7 +25,6 @@ from jaxserve.device.memory import (
     set_gpu_memory_fraction,
     usable_fraction,
 )
-from jaxserve.layers.cpu import cpu_key
 from jaxserve.scheduling.page_allocator import KVWindow
 from tests.jaxserve.test_lanes import CONFIG as SPARSE
 from tests.random_checkpoint import DEEPSEEK, write_checkpoint
@@ -366,23 +363,3 @@ def test_the_engine_asks_for_its_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch,
 def test_a_gpu_that_does_not_tell_its_memory() -> None:
     with pytest.raises(MemoryPlanError, match="NVIDIA H200 does not report its memory; set kv_cache_memory_bytes"):
         device_memory_bytes(FakeGpu(None))
-
-
-@pytest.fixture
-def no_programs_cache() -> Iterator[None]:
-    """JAX without a directory for compiled programs, and the tests' own again afterwards."""
-    directory = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", None)
-    yield
-    jax.config.update("jax_compilation_cache_dir", directory)
-
-
-@pytest.mark.usefixtures("no_programs_cache")
-def test_each_kind_of_device_has_its_own_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    updates: dict[str, Any] = {}
-    with monkeypatch.context() as patch:
-        patch.setattr(jax.config, "update", updates.__setitem__)
-        use_compilation_cache("/programs", FakeGpu(None))
-        assert updates["jax_compilation_cache_dir"] == "/programs/NVIDIA-H200"
-        use_compilation_cache("/programs", jax.devices()[0])
-        assert updates["jax_compilation_cache_dir"] == f"/programs/{cpu_key()}"

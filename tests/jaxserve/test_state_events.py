@@ -63,17 +63,19 @@ class StatePages(Pages):
 class StateEvents(Events):
     """One random run with few or many states for the prefix cache."""
 
-    def __init__(self, seed: int, depth: int, num_stages: int = 1):
+    def __init__(self, seed: int, depth: int, num_stages: int = 1, num_drafts: int = 0):
         super().__init__(seed, depth, num_stages)
         rng, old = self.rng, self.scheduler.limits
         num_pages, page_size = self.allocator.num_pages, self.allocator.page_size
         self.allocator = PageAllocator(num_pages, page_size, keeps_free_pages=rng.random() < 0.9)
-        num_states = old.max_num_seqs + int(rng.choice([0, 1, 3, 12, 100]))
+        num_states = old.max_num_seqs * (2 if num_drafts else 1) + int(rng.choice([0, 1, 3, 12, 100]))
+        max_tokens = max(old.max_num_batched_tokens, old.max_num_seqs * (1 + num_drafts))
+        self.max_pending = 1 + num_drafts if num_drafts else self.max_pending
         limits = SchedulerLimits(
-            old.max_num_seqs, old.max_num_batched_tokens, num_stages=num_stages, num_states=num_states
+            old.max_num_seqs, max_tokens, 0, num_drafts, num_stages=num_stages, num_states=num_states
         )
         self.windows = [None]
-        self.scheduler = Scheduler(limits, self.allocator)
+        self.scheduler = Scheduler(limits, self.allocator, self if num_drafts else None)
         assert self.scheduler.pages.states is not None
         self.scheduler.pages.states._distance = page_size * int(rng.choice([1, 2]))  # contexts are short
         self.pages = self.device = StatePages(num_states, num_pages, page_size, num_stages)
@@ -92,9 +94,13 @@ class StateEvents(Events):
         for sequence in self.scheduler.running:
             state, count = self.device.states[sequence.state_page], sequence.num_computed
             known = min(count, len(sequence.token_ids))
-            if count:
+            if sequence.draft_length:
+                before = self.device.states[sequence.draft_page]
+                assert [*before] == sequence.token_ids[: sequence.draft_length], "not the state before the drafts"
+            if count and sequence.restart < 0:
                 assert len(state) == count and [*state[:known]] == sequence.token_ids[:known]
         running = [sequence.state_page for sequence in self.scheduler.running]
+        running += [sequence.draft_page for sequence in self.scheduler.running if sequence.draft_page >= 0]
         owned = [*running, *allocator._checkpoints, *allocator._free]
         assert sorted(owned) == [*range(allocator.num_pages)]
         for checkpoint in allocator._checkpoints.values():
@@ -126,6 +132,21 @@ def run_staged_events(seed: int, num_events: int = 80) -> StateEvents:
     return events
 
 
+def run_draft_events(seed: int, num_events: int = 80) -> StateEvents:
+    """A run of its own for each seed, with up to one or four drafts, whose steps are not planned ahead."""
+    num_stages = 1 + seed % 5 // 4 * 2
+    events = StateEvents(seed, num_stages, num_stages, num_drafts=1 + seed % 2 * 3)
+    events.run(num_events)
+    return events
+
+
+def test_rejected_drafts_are_in_no_state() -> None:
+    runs = [run_draft_events(seed) for seed in range(200, 225)]
+    assert sum(each.counts["accepted"] for each in runs) > 100 < sum(each.counts["rejected"] for each in runs)
+    assert sum(each.scheduler.num_preemptions for each in runs) > 10
+    assert sum(each.scheduler.pages.num_hit_tokens for each in runs) > 100
+
+
 @pytest.mark.parametrize("group", range(2))
 def test_states_are_those_of_their_contexts(group: int) -> None:
     for seed in range(group * 20, group * 20 + 20):
@@ -138,10 +159,20 @@ def test_states_in_several_stages_are_those_of_their_contexts() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [run_events, run_staged_events])
+@pytest.mark.parametrize("run", [run_events, run_staged_events, run_draft_events])
 def test_many_random_events(run: Callable[[int, int], StateEvents]) -> None:
     for seed in range(1000, 2000):
         run(seed, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [run_events, run_staged_events, run_draft_events])
+@pytest.mark.parametrize("seed", range(3000, 3003))
+def test_ten_thousand_events_of_one_scheduler(run: Callable[[int, int], StateEvents], seed: int) -> None:
+    """And at the end no state page is lost: ``check`` finds an owner of each."""
+    events = run(seed, 10_000)
+    events.check()
+    assert not events.scheduler.num_unfinished and not events.states.num_running
 
 
 def test_random_events_meet_what_they_are_meant_to() -> None:

@@ -28,6 +28,9 @@ ODD_FORMS = {
     "float_zeros": (Form("uint8", 16, 64, "bfloat16", zeros="float16"), 128),
     "signed_zeros": (Form("int8", 16, 64, "bfloat16", zeros="int8", activations="group"), 128),
     "scales_of_e5m2": (Form("uint4", 16, 16, "float8_e5m2", zero=8, factors="bfloat16", factor_group=48), 96),
+    "int6_groups_of_8": (Form("int6", 8, 8, "float16", zero=3, activations="row"), 56),
+    "divided_scales": (op.NVFP4._replace(divides=True), 96),
+    "int6_zeros": (Form("int6", 8, 24, "float16", zeros="int8", biases="float16"), 96),
     "zero_of_uint8": (Form("uint8", 32, 0, zero=128, activations="row"), 224),
 }
 BF16 = {name: form._replace(activations="bfloat16") for name, form in op.FORMS.items() if form.activations is None}

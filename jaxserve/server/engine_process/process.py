@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.frames import HEADER, FrameError, check_length
 from jaxserve.group.leader import Leader
 from jaxserve.group.settings import GroupPlace
+from jaxserve.log_output import LogFormat, installed_handler, queued_log
 from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.reshard.resharding import Resharder
 from jaxserve.server.engine_process.outbox import Outbox
@@ -57,12 +59,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Runs the engine of a server; started by its front end.")
     parser.add_argument("--fd", type=int, required=True, help="the socket to the front end")
     parser.add_argument("--log-level", type=int, default=logging.INFO, help="least level of this package's log")
+    parser.add_argument("--log-format", choices=typing.get_args(LogFormat), default="text", help="form of the log")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("jaxserve").setLevel(options.log_level)
+    with queued_log(options.log_format, "engine"):
+        _run(options.fd)
+
+
+def _run(fd: int) -> NoReturn:
+    """Run an engine until the front end stops it or it fails."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the front end, which says when to end
         signal.signal(number, signal.SIG_IGN)
-    connection = socket.socket(fileno=options.fd)
+    connection = socket.socket(fileno=fd)
     connection.set_inheritable(False)
     inbox, outbox = Inbox(connection), Outbox(connection)
     leaders = list[Leader]()
@@ -182,6 +191,8 @@ def _join(place: GroupPlace, outbox: Outbox) -> Leader:
 
 def _serve(start: Start, inbox: Inbox, outbox: Outbox, leaders: list[Leader]) -> Loop:
     """Start the engine and everything that serves it; add the leader of its group to ``leaders``."""
+    if start.startup_timeout:  # a timer in C, as in `watch`
+        faulthandler.dump_traceback_later(start.startup_timeout, exit=True)
     given = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, **start.engine_arguments})
     config = with_verifier(given)
     leaders += [] if start.group is None else [_join(start.group, outbox)]
@@ -210,6 +221,7 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox, leaders: list[Leader]) ->
 
     serving = Serving(started, loop, outbox, template, reshard)
     inbox.hand_to(serving)
+    faulthandler.cancel_dump_traceback_later()
     outbox.send(describe())
     watching = (loop, outbox, start.watchdog_timeout)
     threading.Thread(target=watch, args=watching, name="jaxserve-watchdog", daemon=True).start()
@@ -262,7 +274,9 @@ def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
 def _exit(outbox: Outbox, status: int) -> NoReturn:
     """Send what waits, then exit without waiting for threads that a failed device or a template may hold up."""
     outbox.close(_FLUSH_S)
-    logging.shutdown()
+    handler = installed_handler()
+    if handler is not None:
+        handler.close()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # its reader has exited, or the disk is full
             stream.flush()

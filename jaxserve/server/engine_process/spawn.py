@@ -2,33 +2,51 @@
 
 import asyncio
 import logging
+import os
 import socket
 import sys
 
 from jaxserve.api.errors import ConfigError
 from jaxserve.child_process import child_environment
+from jaxserve.log_output import LogFormat, installed_handler
 
 _STDERR = 2
 
 
-async def spawn_engine() -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
-    """Start an engine process; return it and both directions of the connection to it."""
+async def spawn_engine(
+    log_format: LogFormat,
+) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+    """Start an engine process; return it and both directions of the connection to it.
+
+    Args:
+        log_format: Form of its log, which goes through this process's queue if there is one.
+    """
     own, other = socket.socketpair()
+    handler = installed_handler()
+    read, written = (None, _STDERR) if handler is None else os.pipe()
     level = logging.getLogger("jaxserve").getEffectiveLevel()
     try:
         with other:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "jaxserve.server.engine_process", "--fd", str(other.fileno())),
-                *("--log-level", str(level)),
+                *("--log-level", str(level), "--log-format", log_format),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=_STDERR,  # libraries may print; the server's own output is for its address
+                stdout=written,  # libraries may print; the server's own output is for its address
+                stderr=written,
                 pass_fds=(other.fileno(),),
                 # With one of malloc's arenas per thread its memory would grow for an hour.
                 env={"MALLOC_ARENA_MAX": "2", **child_environment()},
             )
     except BaseException as error:
         own.close()
+        if read is not None:
+            os.close(read)
         if isinstance(error, OSError):
             raise ConfigError(f"the engine process cannot be started: {error}") from error
         raise
+    finally:
+        if written != _STDERR:
+            os.close(written)
+    if handler is not None and read is not None:
+        handler.relay(read, "engine")
     return process, *await asyncio.open_connection(sock=own)

@@ -15,8 +15,10 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from jaxserve.api.errors import DeadlineError, JaxserveError, RequestError
+from jaxserve.log_output import begin_log_fields, note_log_fields
+from jaxserve.server.audit import audit
 from jaxserve.server.auth import Authenticator, Caller
-from jaxserve.server.errors import PermissionDeniedError, UnavailableError, status_of
+from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError, status_of
 from jaxserve.server.frontend import new_request_id
 from jaxserve.server.grpc_api.statuses import rich_status
 from jaxserve.server.ledger import Ledger
@@ -78,6 +80,9 @@ ACCESS = MappingProxyType(
 """Method to the scope that a key needs; all other methods are denied."""
 
 _NOBODY = Caller("nobody", frozenset())
+_ADMINISTRATION = "/jaxserve.v1.AdminService/"
+_READING = ("/jaxserve.v1.AdminService/GetLoad",)
+"""Methods of administration that change nothing."""
 _LATE_S = 1.0  # after a call's deadline: gRPC ends the call in that time
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
@@ -123,10 +128,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         try:
             call = GrpcCall(self._caller(method, metadata), request_id)
         except JaxserveError as error:
-            status = rich_status(status_of(error), request_id)
+            status, reason = rich_status(status_of(error), request_id), str(error)
+            is_of_key = isinstance(error, UnauthenticatedError | PermissionDeniedError)
+            name = self._name(metadata)
 
             async def refuse(requests: Any, context: Context) -> None:
                 del requests  # not even read
+                if is_of_key:
+                    audit("grpc", method, name, reason, address=context.peer(), request_id=request_id)
                 await _abort(context, status)
 
             return grpc.stream_stream_rpc_method_handler(refuse)
@@ -147,6 +156,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             make, behaviour = grpc.stream_stream_rpc_method_handler, handler.unary_stream
         else:
             make, behaviour = grpc.stream_unary_rpc_method_handler, handler.unary_unary
+        if method.startswith(_ADMINISTRATION) and method not in _READING:
+            behaviour = _audited(method, call, behaviour)
         return make(self._guarded(call, behaviour), parse, handler.response_serializer)
 
     def _caller(self, method: str, metadata: Any) -> Caller:
@@ -170,10 +181,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raise UnavailableError("the server is shutting down")
         return caller
 
+    def _name(self, metadata: Any) -> str:
+        """Return the name of a caller that was refused; ``-`` if its key is not known."""
+        header = next((value for name, value in metadata if name == "authorization" and isinstance(value, str)), None)
+        try:
+            return self._authenticator.caller(header).name
+        except UnauthenticatedError:
+            return "-"
+
     def _guarded(self, call: GrpcCall, behaviour: _Behaviour) -> _Behaviour:
         async def respond(requests: Any, context: Context) -> Any:
             del requests  # to iterate would leave a generator, which waits for the event loop to end it
             CURRENT_CALL.set(call)
+            begin_log_fields()
+            note_log_fields(key=call.caller.name, request_id=call.request_id)
             request: Any = None
             num_bytes = 0
             self._num_running += 1
@@ -228,6 +249,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._num_running -= 1
         if not self._num_running:
             self._is_idle.set()
+
+
+def _audited(method: str, call: GrpcCall, behaviour: _Behaviour) -> _Behaviour:
+    """Return the behaviour of a method whose calls are in the audit log."""
+
+    async def respond(request: Any, context: Context) -> Any:
+        named = {"address": context.peer(), "request_id": call.request_id, "request": str(request).replace("\n", " ")}
+        try:
+            response = await behaviour(request, context)
+        except BaseException as error:
+            audit("grpc", method, call.caller.name, f"{type(error).__name__}: {error}", **named)
+            raise
+        audit("grpc", method, call.caller.name, "ok", **named)
+        return response
+
+    return respond
 
 
 async def _abort(context: Context, status: status_pb2.Status) -> NoReturn:

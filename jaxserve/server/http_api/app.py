@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxserve.log_output import begin_log_fields
 from jaxserve.server.frontend import Frontend, new_request_id
 from jaxserve.server.http_api import status
 from jaxserve.server.http_api.chat import chat_completions
@@ -21,7 +22,6 @@ from jaxserve.server.http_api.embeddings import embeddings
 from jaxserve.server.http_api.endpoint import DISCONNECTED, LABEL, STATUS, Endpoint, Handler, HttpCall
 from jaxserve.server.http_api.responses import error_response
 from jaxserve.server.http_api.tokenization import detokenize, tokenize
-from jaxserve.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,9 @@ def make_app(frontend: Frontend) -> Starlette:
         ("/metrics", status.metrics, "metrics"),
         ("/health", status.health, None),
         ("/ping", status.health, None),
+        ("/livez", status.livez, None),
+        ("/readyz", status.readyz, None),
+        ("/startupz", status.startupz, None),
         ("/version", status.version, None),
     ]
     if config.enable_server_load_tracking:
@@ -58,7 +61,7 @@ def make_app(frontend: Frontend) -> Starlette:
     for path, handler in _POSTS:
         routes.append(Route(path, Endpoint(frontend, handler, "generate", has_body=True), methods=["POST"]))
 
-    middleware = [Middleware(RequestLabels, config=config)]
+    middleware = [Middleware(RequestLabels, frontend=frontend)]
     if config.allowed_origins:
         middleware.append(
             Middleware(
@@ -89,13 +92,14 @@ class RequestLabels:
 
     Args:
         app: The application.
-        config: The server's settings.
+        frontend: The front end.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig):
+    def __init__(self, app: ASGIApp, frontend: Frontend):
         self._app = app
-        self._config = config
-        self._quiet_paths = config.quiet_paths
+        self._frontend = frontend
+        self._config = frontend.config
+        self._quiet_paths = frontend.config.quiet_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and log it once it has ended."""
@@ -106,10 +110,13 @@ class RequestLabels:
         written = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         label = scope[LABEL] = written if _LABEL_FORM.fullmatch(written) else None
         begin_s = time.monotonic()
+        begin_log_fields()
 
         async def noting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 scope[STATUS] = message["status"]
+                if self._frontend.is_draining:  # so that the client connects again, to another server
+                    message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
                 if self._config.enable_request_id_headers:
                     request_id = label or new_request_id("req")
                     message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]

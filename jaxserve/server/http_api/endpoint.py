@@ -11,7 +11,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.api.errors import JaxserveError
+from jaxserve.log_output import note_log_fields
+from jaxserve.server.audit import audit
 from jaxserve.server.auth import Caller
+from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.fields import Check, read_fields, read_json
 from jaxserve.server.http_api.responses import error_response
@@ -21,6 +24,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _NOBODY = Caller("anonymous", frozenset())
+_UNKNOWN = Caller("-", frozenset())
 
 DISCONNECTED = "jaxserve.disconnected"
 """Key of a connection's scope, True once the client has disconnected."""
@@ -90,12 +94,13 @@ class Endpoint:
             )
             await response(scope, receive, send)
 
+        caller = _NOBODY if self._scope is None else _UNKNOWN
         try:
-            caller = _NOBODY
             if self._scope is not None:
                 caller = self._frontend.authenticator.caller(request.headers.get("authorization"))
                 if self._scope:
                     caller.check_scope(self._scope)
+                note_log_fields(key=caller.name)
             if self._has_body:
                 await self._read_body(request, raw)
                 self._frontend.ledger.check_room(caller)
@@ -105,6 +110,10 @@ class Endpoint:
         except Exception as error:
             if STATUS in scope:
                 raise
+            if isinstance(error, UnauthenticatedError | PermissionDeniedError):
+                client = scope.get("client")
+                address = f"{client[0]}:{client[1]}" if client else None
+                audit("http", f"{scope['method']} {scope['path']}", caller.name, str(error), address=address)
             if not isinstance(error, JaxserveError | HTTPException):
                 logger.exception("%s %s failed", scope["method"], scope["path"])
             await error_response(error)(scope, receive, send)

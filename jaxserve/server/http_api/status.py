@@ -7,7 +7,7 @@ import time
 from importlib import resources
 from typing import Any
 
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from jaxserve.api.errors import JaxserveError
 from jaxserve.api.metric_types import Metric
@@ -77,13 +77,34 @@ def _card(frontend: Frontend, name: str) -> dict[str, Any]:
 
 
 async def health(call: HttpCall) -> Response:
-    """Return 200 while the server accepts requests, and 503 while it starts, drains or has no engine."""
+    """Return 200 while the server should be sent requests, and 503 while it starts, drains or has no engine."""
+    return Response(status_code=(await readyz(call)).status_code)
+
+
+async def readyz(call: HttpCall) -> Response:
+    """Return what ``health`` does, and why: whether load balancers should send requests."""
     try:
-        call.frontend.ledger.check_open()
-        _ = call.frontend.info
-    except JaxserveError:
-        return Response(status_code=503)
-    return Response(status_code=200)
+        call.frontend.check_ready()
+    except JaxserveError as error:
+        return PlainTextResponse(f"{error}\n", 503)
+    return PlainTextResponse("ready\n")
+
+
+async def livez(call: HttpCall) -> Response:
+    """Return 200 unless the process should be restarted: it starts, serves or drains, and its engine moves.
+
+    An engine without progress is ended by the watchdog.
+    """
+    if call.frontend.is_lost:
+        return PlainTextResponse("the engine process has ended\n", 503)
+    return PlainTextResponse("alive\n")
+
+
+async def startupz(call: HttpCall) -> Response:
+    """Return 200 once the engine has been ready, and 503 before."""
+    if not call.frontend.has_started:
+        return PlainTextResponse("the engine is starting\n", 503)
+    return PlainTextResponse("started\n")
 
 
 async def version(call: HttpCall) -> Response:

@@ -14,6 +14,7 @@ from checkpoints.quantized.records import SPANS, Kept, Records
 from checkpoints.tensor_info import whole_index
 from jaxserve.layers.weight_forms import form_of_records
 from jaxserve.models.loading import pack
+from pallas_kernels import quantized_linear_native
 from pallas_kernels.native_library import unavailable
 from pallas_kernels.quantized import decode, parts_of
 from pallas_kernels.quantized import records_of as joined
@@ -80,6 +81,23 @@ def test_records_of_blocks_hold_their_weights(name: str) -> None:
             found = np.zeros((3, rows.shape[1] - first * size + 2), np.uint8)[:, 1:-1]
             pack(records, planes_of(kind, data, slice(skip, skip + 4 * kind.block - first * span)), span, found)
             np.testing.assert_array_equal(found, rows[:, first * size :])
+
+
+BITS_IN_MEMORY = {"Q5_0": 6.5, "Q5_1": 7, "Q5_K": 6.625}
+"""Bits of a weight where it is not one in 25 more than in the file at most."""
+SMALL = ("Q2_K", "Q3_K", "TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+"""Types whose codes of three bits and fewer, or grids, take half a byte or a whole one in memory."""
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"needs native kernels: {unavailable()}")
+@pytest.mark.parametrize("name", [name for name in UNPACK if name not in SMALL])
+def test_blocks_take_as_much_memory_as_in_the_file(name: str) -> None:
+    kind, (outer, inner) = TYPES[NUMBERS[name]], (32, 4096)
+    records = records_of(kind, has_factors=False)
+    form = form_of_records(records, min(records.group, SPANS[0]))
+    shape = quantized_linear_native.packed_shape(outer, inner, form)
+    most = BITS_IN_MEMORY.get(name, 1.04 * 8 * kind.num_bytes / kind.block)
+    assert 8 * np.prod(shape) <= most * outer * inner
 
 
 @pytest.mark.skipif(unavailable() is not None, reason=f"needs native kernels: {unavailable()}")

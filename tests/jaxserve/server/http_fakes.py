@@ -233,6 +233,7 @@ def make_server(
     engine.parsers = parsers or ParserNames()
     frontend = Frontend(ServerConfig(**settings), engine, "tiny")
     frontend.ledger.open(limit)
+    frontend.has_started = True
     return Server(frontend, engine)
 
 

@@ -18,7 +18,7 @@ from tests.jaxserve.server.http_fakes import CHAT, FakeEngine, Server, make_serv
 
 COMPLETIONS, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-OPEN_PATHS = {"/health", "/ping", "/version", "/"}
+OPEN_PATHS = {"/health", "/ping", "/livez", "/readyz", "/startupz", "/version", "/"}
 
 
 def refusal(

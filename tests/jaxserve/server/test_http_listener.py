@@ -486,14 +486,17 @@ def test_a_server_that_ends_by_itself_says_so(
 
     monkeypatch.setattr(uvicorn.Server, "on_tick", tick)
 
+    noted: list[None] = []
+
     async def main() -> None:
-        async with listening(make()):
+        async with http_listening(make().frontend, lambda: noted.append(None)):
             ended.set()
             await until(lambda: "has ended" in caplog.text)
             raise KeyError("the result that counts")
 
     with pytest.raises(KeyError, match="the result that counts"):
         run(main)
+    assert len(noted) == 1
     assert ("RuntimeError: lost" if is_failing else "no error was raised") in caplog.text
 
 

@@ -199,3 +199,24 @@ def test_web_sockets_are_closed() -> None:
     with pytest.raises(StopIteration):
         server.app(scope, receive, send).__await__().send(None)
     assert sent == [{"type": "websocket.close"}]
+
+
+def test_probes_tell_apart_starting_serving_draining_and_lost() -> None:
+    server = make_server()
+    frontend = server.frontend
+
+    def probes() -> tuple[int, ...]:
+        return tuple(server.get(path).status for path in ("/livez", "/readyz", "/startupz", "/health"))
+
+    frontend.ledger.close("the server is starting")
+    frontend.has_started = False
+    assert probes() == (200, 503, 503, 503)
+    assert server.get("/readyz").body == b"the server is starting\n"
+    frontend.ledger.open(10)
+    frontend.has_started = True
+    assert probes() == (200, 200, 200, 200)
+    frontend.is_draining = True
+    assert probes() == (200, 503, 200, 503)
+    assert server.get("/version").headers["connection"] == "close"
+    frontend.is_lost = True
+    assert probes() == (503, 503, 200, 503)
