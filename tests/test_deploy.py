@@ -29,7 +29,7 @@ def test_flags_are_those_of_the_server(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     arguments = [each.replace("/keys/", f"{tmp_path}/") for each in container()["args"]]
-    engine, config = command.serve_arguments(parser.parse_args(arguments))
+    engine, config, _ = command.serve_arguments(parser.parse_args(arguments))
     assert engine["model"] == "demo"
     grace_s = manifests()["Deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace_s > config.drain_delay + config.shutdown_timeout + _ENGINE_END_S
