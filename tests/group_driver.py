@@ -6,6 +6,7 @@ import random
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -85,6 +86,16 @@ def main() -> None:
     if rank:
         run_follower(arguments, place)
     leader = Leader(place, _fail)
+    try:
+        _lead(leader, arguments, directory)
+    except BaseException as error:
+        traceback.print_exc()
+        leader.end(str(error))
+        os._exit(70)
+    os._exit(0)
+
+
+def _lead(leader: Leader, arguments: Mapping[str, Any], directory: Path) -> None:
     leader.join()
     started = start(arguments, leader)
     found = run_requests(started)
@@ -92,7 +103,6 @@ def main() -> None:
     names = ("num_preemptions", "prefix_cache_hits", "compiles_after_ready")
     print({metric.name: metric.value for metric in started.engine.metrics() if metric.name.endswith(names)})
     started.engine.close()
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -54,8 +54,8 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("sparse", 2, {"mesh": "expert=2", "expert_load_metrics": 1}),
     ("deepseek", 2, {"mesh": "tensor=2,expert=2"}),
     ("deepseek", 2, {"mesh": "tensor=4"}),
-    ("gpt_oss", 2, {"mesh": "tensor=2,expert=2"}),
-    ("gpt_oss", 2, {"mesh": "tensor=4"}),
+    ("gpt_oss", 2, {"mesh": "tensor=2,expert=2", "num_gpu_blocks_override": 32}),
+    ("gpt_oss", 2, {"mesh": "tensor=4", "num_gpu_blocks_override": 32}),
 ]
 
 
