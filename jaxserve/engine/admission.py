@@ -17,7 +17,7 @@ from jaxserve.engine.pooling import pooling_state
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.scheduling.plan import Sampling
 from jaxserve.scheduling.sequence import Constraint, Sequence
-from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
+from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids, separate
 from jaxserve.structured_output.grammar_constraint import DeferredConstraint, Grammar
 from jaxserve.structured_output.grammars import GrammarCompiler
 from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, find_reasoning, open_section
@@ -213,9 +213,10 @@ class Admission:
             detokenizer = None if pieces is None else _detokenizer(pieces, params, prompt)
             sequence = Sequence(
                 request,
-                list(prompt),
+                prompt,
                 len(prompt),
                 max_length=max_length,
+                shares_prompt=True,
                 index=index,
                 sampling=sampling._replace(seed=sample_seed(seed, index)),
                 stop_ids=stop_ids,
@@ -313,20 +314,20 @@ class Admission:
             reasoning = None if grammar is None else find_reasoning(*ending)
             section = () if budget is None else open_section(*ending)
 
-        def make() -> Constraint | None:
-            parts: list[Constraint] = []
-            if markers is not None and budget is not None and text_of is not None:
-                tags = markers.texts
-                parts.append(ThinkingBudget(tags, markers.end_ids, budget, section, vocab_size, text_of))
-            if longer:
-                parts.append(BadWords(longer, vocab_size=vocab_size))
-            own = AllOf(parts) if len(parts) > 1 else parts[0] if parts else None
-            if grammar is None:
-                return own
-            constraint: Constraint = DeferredConstraint(grammar)
-            if reasoning is not None and text_of is not None:
-                constraint = AfterReasoning(constraint, reasoning, text_of)
-            return constraint if own is None else AllOf([constraint, own])
+        parts: list[BadWords | ThinkingBudget] = []
+        if markers is not None and budget is not None and text_of is not None:
+            parts.append(ThinkingBudget(markers.texts, markers.end_ids, budget, section, vocab_size, text_of))
+        if longer:
+            parts.append(BadWords(longer, vocab_size=vocab_size))
+
+        def make() -> Constraint:
+            own: list[Constraint] = [separate(part) for part in parts]
+            if grammar is not None:
+                constraint: Constraint = DeferredConstraint(grammar)
+                if reasoning is not None and text_of is not None:
+                    constraint = AfterReasoning(constraint, reasoning, text_of)
+                own = [constraint, AllOf(own) if len(own) > 1 else own[0]] if own else [constraint]
+            return AllOf(own) if len(own) > 1 else own[0]
 
         return [make() for _ in range(request.params.n)]
 

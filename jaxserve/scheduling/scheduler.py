@@ -378,6 +378,7 @@ class Scheduler:
             if copies is None:
                 return
             self._queues.start_first()
+            sequence.own_tokens()
             sequence.scheduled_s = sequence.scheduled_s or now
             step.add_setup(sequence, copies)
             num_members = step.num_members + 1

@@ -109,6 +109,8 @@ class Sequence:
         token_ids: The prompt and the output tokens known to the host.
         num_prompt_tokens: Length of the prompt.
         max_length: Length, prompt included, at which the sequence finishes.
+        shares_prompt: Whether ``token_ids`` are the request's own list, until the sequence first runs: the samples that
+            wait have one prompt between them.
         index: Index among the samples of the request.
         sampling: Sampling parameters.
         stop_ids: Stop tokens, each with the stop reason to report.
@@ -154,6 +156,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     max_length: int
+    shares_prompt: bool = False
     index: int = 0
     sampling: Sampling = Sampling()
     stop_ids: dict[int, int | None] = dataclasses.field(default_factory=dict[int, int | None])
@@ -214,6 +217,11 @@ class Sequence:
             return self.num_pending > 0
         is_open = self.num_pending > 1 and len(self.token_ids) + 1 < self.sampling.banned_until
         return is_open and bool(self.sampling.banned_ids)
+
+    def own_tokens(self) -> None:
+        """Copy the prompt unless that has been done, before tokens are appended to it."""
+        if self.shares_prompt:
+            self.token_ids, self.shares_prompt = self.token_ids.copy(), False
 
     def release_followers(self) -> list["Sequence"]:
         """Remove and return the followers that can start, once this sequence has a token or has finished.
