@@ -12,6 +12,7 @@ from jaxserve.api.logprobs import FlatLogprobs
 from jaxserve.api.request import Request, check_length
 from jaxserve.api.sampling_options import SAMPLING_OPTIONS, OptionValues
 from jaxserve.api.sampling_params import SamplingParams, check_against
+from jaxserve.api.text_bound import check_text
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.pooling import pooling_state
 from jaxserve.engine.request_state import RequestState, Sample
@@ -252,6 +253,7 @@ class Admission:
         elif self.tokenizer is None:
             raise RequestError("the model directory has no tokenizer; expected prompt_token_ids, got text")
         else:
+            check_text(self.tokenizer.text_bound, request, self.limits.max_model_len)
             token_ids = self.tokenizer.encode(request.text or "", request.add_special_tokens)
         if not token_ids:
             raise RequestError(

@@ -18,6 +18,7 @@ from jaxserve.api.errors import ConfigError, EngineDeadError, RequestError
 from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.request import Request
+from jaxserve.api.text_bound import check_text
 from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.output_collector import OutputCollector
@@ -200,6 +201,7 @@ class EngineClient:
             last = {"messages": request.chat["messages"][-1:]}  # it tells where reasoning begins
             last["continue_final_message"] = request.chat.get("continue_final_message", False)
             request = dataclasses.replace(request, text=text, chat=last, add_special_tokens=False)
+            check_text(self.info.text_bound, request, self.info.max_model_len)
         self._collectors[number] = collector
         try:
             self._send(Submit(number, request, arrival_s, is_waiting))

@@ -12,6 +12,7 @@ from jaxserve.api.errors import RequestFailedError
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request, check_length
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.text_bound import check_text
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnknownModelError
@@ -80,7 +81,8 @@ class Frontend:
     def entry(self, caller: Caller, request: Request) -> RequestEntry:
         """Return the entry of a request, which gets a salt that other tenants cannot guess, and the default deadline.
 
-        Token ids that the context cannot hold are not even sent to the engine process.
+        Token ids that the context cannot hold, and texts that are certainly too long, are not even sent to the engine
+        process.
 
         Raises:
             RequestError: The prompt is too long.
@@ -95,6 +97,7 @@ class Frontend:
             if request.truncate_prompt_tokens is None:
                 check_length(len(request.token_ids), 1, self.info.max_model_len)
             changes["token_ids"] = request.token_ids[-self.info.max_model_len :]
+        check_text(self.info.text_bound, request, self.info.max_model_len)
         return RequestEntry(self.log, caller.name, dataclasses.replace(request, **changes) if changes else request)
 
     async def generate(self, entry: RequestEntry) -> AsyncGenerator[RequestOutput, None]:

@@ -34,6 +34,7 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
+from jaxserve.api.text_bound import TextBound
 from jaxserve.parsers import ParserNames
 from jaxserve.server.packed_logprobs import PackedLogprobs
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
@@ -109,6 +110,8 @@ class EngineInfo:
     """The model's special tokens by name; templates see them."""
     parsers: ParserNames = ParserNames()
     """The parsers of reasoning and tool calls."""
+    text_bound: TextBound | None = None
+    """How much of a text one token can stand for; None if there is no limit."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -175,7 +178,7 @@ _CLASSES: tuple[type, ...] = (
         PackedLogprobs,
         model_pb2.Model,
     ),
-    *(ParserNames, Counter, Gauge, Histogram, tuple),
+    *(ParserNames, TextBound, Counter, Gauge, Histogram, tuple),
     *_ERRORS,
 )
 _LOGPROBS = {CompletionOutput: "logprobs", RequestOutput: "prompt_logprobs"}
