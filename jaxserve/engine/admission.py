@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.logprobs import FlatLogprobs
+from jaxserve.api.packed_logprobs import PackedLogprobs
 from jaxserve.api.request import Request, check_length
 from jaxserve.api.sampling_options import SAMPLING_OPTIONS, OptionValues
 from jaxserve.api.sampling_params import SamplingParams, check_against
@@ -168,6 +169,7 @@ class Admission:
             return pooling_state(request, request.pooling, token_ids, limits, **times)
         limits.check_generates()
         params = fit_max_tokens(params, len(token_ids), limits.max_model_len, request.is_strict_length)
+        params = limits.fit_logprobs(params, len(token_ids), request.is_strict_length)
         grammar = None if params.is_plain else self._check_features(params)
         if params is not request.params:
             request = dataclasses.replace(request, params=params)
@@ -175,7 +177,7 @@ class Admission:
         samples = self._samples(request, token_ids, tokenizer, default_seed, grammar)
         state = RequestState(request, token_ids, samples, arrival_s, time.monotonic(), tokenizer, grammar=grammar)
         if params.prompt_logprobs is not None:
-            state.prompt_logprobs = [None for _ in token_ids]
+            state.prompt_logprobs = PackedLogprobs.empty()
             if tokenizer is not None:  # in the given text, or in the tokens' own if it may have been truncated
                 text = request.text if request.truncate_prompt_tokens is None else None
                 state.prompt_offsets = prompt_offsets(tokenizer, text, token_ids)

@@ -11,6 +11,7 @@ import json
 import logging
 import signal
 import time
+from array import array
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -215,7 +216,7 @@ class EngineClient:
             if not collector.has_ended and self.is_alive:
                 self._send(Cancel([number]))
 
-    async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
+    async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, Sequence[int]]:
         """Return the prompt of a conversation, as text and token ids; ``chat`` as in ``Request``."""
         text = await self._render(chat)
         assert text is not None
@@ -232,10 +233,13 @@ class EngineClient:
 
     async def tokenize(
         self, text: str, add_special_tokens: bool = True, with_strings: bool = False
-    ) -> tuple[list[int], list[str]]:
+    ) -> tuple[Sequence[int], list[str]]:
         """Return the token ids of a text and, if ``with_strings``, the text of each token."""
         options = {"add_special_tokens": add_special_tokens, "with_strings": with_strings}
-        return await self._query("tokenize", text=text, **options)
+        packed, strings = await self._query("tokenize", text=text, **options)
+        token_ids = array("i")
+        token_ids.frombytes(packed)
+        return token_ids, strings
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""

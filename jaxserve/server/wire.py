@@ -29,6 +29,7 @@ from jaxserve.api.errors import (
 )
 from jaxserve.api.metric_types import Counter, Gauge, Histogram
 from jaxserve.api.outputs import CompletionOutput, PrefixMetrics, RequestMetrics, RequestOutput
+from jaxserve.api.packed_logprobs import PackedLogprobs
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
@@ -36,7 +37,6 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 from jaxserve.api.text_bound import TextBound
 from jaxserve.parsers import ParserNames
-from jaxserve.server.packed_logprobs import PackedLogprobs
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 
 HEADER = struct.Struct(">I")
@@ -246,7 +246,9 @@ def _dataclass_form(cls: type[Any]) -> _Form:
 
 
 def _packed(value: Any, is_logprobs: bool) -> Any:
-    return PackedLogprobs.of(value) if is_logprobs and value is not None else value
+    if not is_logprobs or value is None or isinstance(value, PackedLogprobs):
+        return value
+    return PackedLogprobs.of(value)
 
 
 def _request_error(cls: type[RequestError], message: str, parameter: str | None) -> RequestError:

@@ -4,6 +4,7 @@ import concurrent.futures
 import logging
 import os
 import tempfile
+from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -70,11 +71,12 @@ class Queries:
     def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool) -> Future:
         tokenizer = self._started.tokenizer
 
-        def tokenize() -> tuple[list[int], list[str]]:
+        def tokenize() -> tuple[bytes, list[str]]:
             token_ids = tokenizer.encode(text, add_special_tokens)
             if with_strings:
                 check_converted("return_token_strs", len(token_ids))
-            return token_ids, [tokenizer.id_to_token(token) or "" for token in token_ids] if with_strings else []
+            strings = [tokenizer.id_to_token(token) or "" for token in token_ids] if with_strings else []
+            return array("i", token_ids).tobytes(), strings
 
         return self._loop.call_aside(tokenize)
 

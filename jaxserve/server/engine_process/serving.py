@@ -88,6 +88,7 @@ class Serving:
 
         def prepare() -> RequestState:
             prepared = self._started.engine.prepare(request, message.arrival_s)
+            prepared.sends_arrays = True
             if message.is_waiting:
                 self._outbox.send(Outputs([(message.number, _prompt_of(prepared))]))
             return prepared

@@ -18,7 +18,7 @@ from jaxserve.server.http_api.generation import (
     prompt_requests,
     sampling_fields,
 )
-from jaxserve.server.http_api.logprobs import completion_logprobs, prompt_logprobs
+from jaxserve.server.http_api.logprobs import completion_logprobs, joined_logprobs, prompt_logprobs
 
 FIELDS: Mapping[str, Check] = MappingProxyType(
     {
@@ -34,7 +34,8 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
 
 async def completions(call: HttpCall) -> ASGIApp:
     """Respond to a request."""
-    return await _Completions(call, call.fields(FIELDS, "prompt")).respond()
+    made = await call.read(lambda: _Completions(call, call.fields(FIELDS, "prompt")))
+    return await made.respond()
 
 
 class _Completions(GenerationResponse):
@@ -103,7 +104,7 @@ class _Completions(GenerationResponse):
         if one.logprobs is not None and one.token_ids:
             as_ids = self.has_tokens_as_ids
             own = completion_logprobs(one.token_ids, one.logprobs, begin=begin, offset=offset, as_ids=as_ids)
-            logprobs = own if logprobs is None else {name: [*logprobs[name], *own[name]] for name in own}
+            logprobs = own if logprobs is None else joined_logprobs(logprobs, own)
         self._num_characters[index] += len(one.text)
         choice: dict[str, Any] = {
             "index": index,

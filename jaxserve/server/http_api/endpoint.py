@@ -20,6 +20,7 @@ from jaxserve.server.tracing import remember_trace
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+_LONG_BODY_BYTES = 1 << 16
 _NOBODY = Caller("anonymous", frozenset())
 
 DISCONNECTED = "jaxserve.disconnected"
@@ -39,6 +40,7 @@ class HttpCall:
         caller: Who sent it.
         request: Path and headers.
         body: The parsed body; empty for GET.
+        is_long: Whether the body is too long to be read on the event loop.
         unused: Names of fields without effect.
     """
 
@@ -46,7 +48,12 @@ class HttpCall:
     caller: Caller
     request: Request
     body: dict[str, Any]
+    is_long: bool = False
     unused: list[str] = dataclasses.field(default_factory=list[str])
+
+    async def read(self, make: Callable[[], Result]) -> Result:
+        """Call what checks the body and makes something of it: on a thread if the body is long."""
+        return await asyncio.to_thread(make) if self.is_long else make()
 
     def fields(self, table: Mapping[str, Check], needs: str) -> dict[str, Any]:
         """Check the body's fields, and that the model it names exists; note those without effect.
@@ -85,9 +92,10 @@ class Endpoint:
         remember_trace(request.headers)
 
         async def respond() -> None:
-            response = await self._handler(
-                HttpCall(self._frontend, caller, request, read_json(raw) if self._has_body else {})
-            )
+            is_long, body = len(raw) > _LONG_BODY_BYTES, dict[str, Any]()
+            if self._has_body:
+                body = await asyncio.to_thread(read_json, raw) if is_long else read_json(raw)
+            response = await self._handler(HttpCall(self._frontend, caller, request, body, is_long))
             await response(scope, receive, send)
 
         try:

@@ -8,7 +8,8 @@ import pytest
 
 from jaxserve.api.logprobs import FlatLogprobs, Logprob
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
-from jaxserve.server.packed_logprobs import MAX_ENTRIES_ON_LOOP, PackedLogprobs, write_output
+from jaxserve.api.packed_logprobs import PackedLogprobs
+from jaxserve.server.long_outputs import MAX_ENTRIES_ON_LOOP, write_output
 from jaxserve.server.wire import HEADER, Outputs, pack, unpack
 
 POSITIONS = [
