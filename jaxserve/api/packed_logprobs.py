@@ -85,7 +85,7 @@ class PackedLogprobs(AbstractSequence[dict[int, Logprob]]):
         self.lengths = lengths
 
     def parts(self, num_positions: int) -> Iterator[FlatLogprobs]:
-        """Yield the log-probabilities of so many positions at a time, as lists."""
+        """Yield the log-probabilities of this many positions at a time, as lists."""
         lengths = _list("i", self.lengths)
         entry = text = raw = 0
         for first in range(0, len(lengths), num_positions):

@@ -77,7 +77,7 @@ class ModelLimits:
         return params if num_tokens <= most else params.clone(max_tokens=most)
 
     def _num_entries(self, num_logprobs: int | None) -> int:
-        """Return the number of entries of a position with so many logprobs besides the token's own; None: none."""
+        """Return the number of entries of a position with this many logprobs besides the token's own; None: none."""
         if num_logprobs is None:
             return 0
         return 1 + (self.vocab_size if num_logprobs == -1 else num_logprobs)

@@ -6,6 +6,8 @@ An auth file is YAML or JSON: a list of keys, each with
 * ``name``: the caller's name in logs and metrics;
 * ``scopes``: some of ``generate``, ``metrics`` and ``admin``; default: ``generate`` and ``metrics``;
 * ``max_concurrent_requests`` and ``requests_per_minute``: limits; default: none;
+* ``max_memory_share``: fraction of the server's ``max_admitted_bytes`` that its requests may take; default: 0.5 if
+  there are several keys, else 1;
 * ``tenant``: keys of the same tenant share cached pages; default: the name.
 """
 
@@ -23,7 +25,8 @@ from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError
 from jaxserve.server.settings import ServerConfig
 
 SCOPES = ("generate", "metrics", "admin")
-_FIELDS = ("key", "sha256", "name", "scopes", "max_concurrent_requests", "requests_per_minute", "tenant")
+_FIELDS = tuple("key sha256 name scopes max_concurrent_requests requests_per_minute max_memory_share tenant".split())
+_SHARE_OF_SEVERAL = 0.5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,6 +39,7 @@ class Caller:
         tenant: Callers of one tenant share cached pages; None: all callers do.
         max_concurrent_requests: Most sequences in flight; None: no limit.
         requests_per_minute: Most requests in any minute; None: no limit.
+        max_memory_share: Fraction of the memory for requests that the caller's may take; 0 until the default is known.
     """
 
     name: str
@@ -43,6 +47,7 @@ class Caller:
     tenant: str | None = None
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
+    max_memory_share: float = 1.0
 
     def check_scope(self, scope: str) -> None:
         """Raise PermissionDeniedError if the caller lacks a scope."""
@@ -65,13 +70,18 @@ class Authenticator:
         default = frozenset(("generate", "metrics"))
         for number, key in enumerate(config.api_key or (), 1):
             tenant = None if config.share_prefix_cache else f"key-{number}"
-            self._callers.append((_digest(key), Caller(f"key-{number}", default, tenant)))
+            self._callers.append((_digest(key), Caller(f"key-{number}", default, tenant, max_memory_share=0.0)))
         if config.auth_file is not None:
             self._callers += _read_auth_file(Path(config.auth_file), config.share_prefix_cache)
         names = [caller.name for _, caller in self._callers]
         if len(set(names)) < len(names) or len({digest for digest, _ in self._callers}) < len(names):
             raise ConfigError("api_key, auth_file: two callers have the same name or the same key")
         self._anonymous = None if self._callers else Caller("anonymous", frozenset(SCOPES))
+        share = _SHARE_OF_SEVERAL if len(self._callers) > 1 else 1.0
+        self._callers = [
+            (digest, caller if caller.max_memory_share else dataclasses.replace(caller, max_memory_share=share))
+            for digest, caller in self._callers
+        ]
 
     def caller(self, authorization: str | None) -> Caller:
         """Return the caller that an ``Authorization`` header names.
@@ -130,11 +140,19 @@ def _read_entry(where: str, entry: Any) -> tuple[bytes, Caller]:
     for limit in ("max_concurrent_requests", "requests_per_minute"):
         if limit in values and (type(values[limit]) is not int or values[limit] < 1):
             raise ConfigError(f"{where}: {limit}: expected an integer of at least 1")
+    share = values.get("max_memory_share", 1)
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ConfigError(f"{where}: max_memory_share: expected a number above 0 and at most 1")
     tenant = values.get("tenant", name)
     if not isinstance(tenant, str) or not tenant:
         raise ConfigError(f"{where}: tenant: expected a string that is not empty")
     caller = Caller(
-        name, frozenset(scopes), tenant, values.get("max_concurrent_requests"), values.get("requests_per_minute")
+        name,
+        frozenset(scopes),
+        tenant,
+        values.get("max_concurrent_requests"),
+        values.get("requests_per_minute"),
+        float(values.get("max_memory_share", 0)),
     )
     return _entry_digest(where, values), caller
 

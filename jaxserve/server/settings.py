@@ -35,11 +35,13 @@ _COUNTS: Mapping[str, int] = MappingProxyType(
         **dict.fromkeys(("max_prompts", "max_concurrent_streams", "max_num_queued_reqs", "max_num_queued_tokens"), 1),
         **dict.fromkeys(("keepalive_timeout", "max_log_len"), 0),
         "max_request_bytes": 1024,
+        "max_admitted_bytes": 1 << 20,
     }
 )
 """Least value of each setting that is a number."""
 _MAX_S = 1_000_000
 _MAX_PORT = 65535
+_MAX_BYTES = 2**62
 _MAX_COUNT = 2**31 - 1  # gRPC and sockets have 32 bits for numbers, and for milliseconds
 
 
@@ -105,6 +107,11 @@ class ServerConfig:
         allow_credentials: Let those pages send cookies.
         max_num_queued_reqs: Maximum number of waiting sequences; None: 4 times ``max_num_seqs``.
         max_num_queued_tokens: Maximum number of prompt tokens of waiting sequences; None: 64 times ``max_model_len``.
+        max_admitted_bytes: Maximum number of bytes of host memory that all requests in flight take: bodies, texts,
+            tokens, options, logprobs and outputs that wait, as estimated when they are admitted. Others are rejected
+            (503, RESOURCE_EXHAUSTED). None: a quarter of the memory that is available at start, at least 256 MiB and
+            16 times ``max_request_bytes``. A key's share of it is half if there are several
+            (``max_memory_share`` in the auth file).
         max_request_bytes: Maximum size in bytes of an HTTP request body or a gRPC request message.
         max_prompts: Maximum number of prompts of one HTTP request.
         request_timeout: Time limit in seconds of requests without a deadline; 0: no limit.
@@ -169,6 +176,7 @@ class ServerConfig:
     allow_credentials: bool = False
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    max_admitted_bytes: int | None = None
     max_request_bytes: int = 4 << 20
     max_prompts: int = 1024
     request_timeout: float = 0.0
@@ -314,8 +322,9 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}: expected seconds from {least:g} to {_MAX_S}, got {values[name]}")
     for name, least in _COUNTS.items():
         value = values[name]
-        if value is not None and not least <= value <= _MAX_COUNT:
-            raise ConfigError(f"{name}: expected a number from {least} to {_MAX_COUNT}, got {value}")
+        most = _MAX_BYTES if name == "max_admitted_bytes" else _MAX_COUNT
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{name}: expected a number from {least} to {most}, got {value}")
     if values["ssl_cert_reqs"] not in (0, 1, 2):
         raise ConfigError(f"ssl_cert_reqs: expected 0, 1 or 2, got {values['ssl_cert_reqs']}")
 

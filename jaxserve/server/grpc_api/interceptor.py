@@ -183,7 +183,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             try:
                 request = await self._read(context)
                 size = request.ByteSize()
-                self._ledger.add_bytes(size)
+                self._ledger.add_bytes(call.caller, size)
                 num_bytes = size
                 return await behaviour(request, context)
             except grpc.aio.BaseError:  # the call has ended
@@ -195,7 +195,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 descriptor = getattr(request, "DESCRIPTOR", None)
                 status = rich_status(status_of(error), call.request_id, call.caller.name, descriptor)
             finally:
-                self._ledger.remove_bytes(num_bytes)
+                self._ledger.remove_bytes(call.caller, num_bytes)
             # gRPC may keep how a call was aborted, and with it the error being handled and all that its frames hold.
             del request
             if context.time_remaining() == 0:

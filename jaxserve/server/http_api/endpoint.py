@@ -98,14 +98,14 @@ class Endpoint:
             response = await self._handler(HttpCall(self._frontend, caller, request, body, is_long))
             await response(scope, receive, send)
 
+        caller = _NOBODY
         try:
-            caller = _NOBODY
             if self._scope is not None:
                 caller = self._frontend.authenticator.caller(request.headers.get("authorization"))
                 if self._scope:
                     caller.check_scope(self._scope)
             if self._has_body:
-                await self._read_body(request, raw)
+                await self._read_body(caller, request, raw)
                 self._frontend.ledger.check_room(caller)
             await until_disconnect(receive, respond())
         except ClientDisconnect:
@@ -117,13 +117,13 @@ class Endpoint:
                 logger.exception("%s %s failed", scope["method"], scope["path"])
             await error_response(error)(scope, receive, send)
         finally:
-            self._frontend.ledger.remove_bytes(len(raw))
+            self._frontend.ledger.remove_bytes(caller, len(raw))
 
-    async def _read_body(self, request: Request, raw: bytearray) -> None:
+    async def _read_body(self, caller: Caller, request: Request, raw: bytearray) -> None:
         """Append the body to ``raw``, whose bytes are reserved in the ledger.
 
         Raises:
-            OverloadedError: The bodies of the requests in flight have too many bytes.
+            OutOfMemoryError: The requests in flight take too many bytes.
             HTTPException: It is not declared to be JSON, is compressed, is too long, or stalls.
         """
         config = self._frontend.config
@@ -145,7 +145,7 @@ class Endpoint:
                 async for part in request.stream():
                     if config.stall_timeout:
                         limit.reschedule(loop.time() + config.stall_timeout)
-                    ledger.add_bytes(len(part))
+                    ledger.add_bytes(caller, len(part))
                     raw += part
                     if len(raw) > config.max_request_bytes:
                         raise self._too_long({})

@@ -66,7 +66,7 @@ def packing(engine: FakeEngine) -> FakeEngine:
                     setattr(one, name, PackedLogprobs.of(getattr(one, name)))
             yield output
 
-    engine.generate = packed  # pyright: ignore[reportAttributeAccessIssue]
+    engine.generate = packed
     return engine
 
 
