@@ -14,6 +14,7 @@ from jaxserve.api.request import Request, check_length
 from jaxserve.api.sampling_options import SAMPLING_OPTIONS, OptionValues
 from jaxserve.api.sampling_params import SamplingParams, check_against
 from jaxserve.api.text_bound import check_text
+from jaxserve.api.turns import Turn
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.pooling import pooling_state
 from jaxserve.engine.request_state import RequestState, Sample
@@ -170,7 +171,7 @@ class Admission:
         limits.check_generates()
         params = fit_max_tokens(params, len(token_ids), limits.max_model_len, request.is_strict_length)
         params = limits.fit_logprobs(params, len(token_ids), request.is_strict_length)
-        grammar = None if params.is_plain else self._check_features(params)
+        grammar = None if params.is_plain else self._check_features(params, request.turn)
         if params is not request.params:
             request = dataclasses.replace(request, params=params)
         tokenizer = self.tokenizer if params.detokenize else None
@@ -267,7 +268,7 @@ class Admission:
             raise RequestError(f"token id {largest} is out of vocabulary; {expected}", parameter="prompt")
         return token_ids
 
-    def _check_features(self, params: SamplingParams) -> GrammarFuture | None:
+    def _check_features(self, params: SamplingParams, turn: Turn) -> GrammarFuture | None:
         """Check parameters that are not plain, and start to compile the grammar if there is one.
 
         Raises:
@@ -278,7 +279,7 @@ class Admission:
         if params.structured_outputs is None:
             return None
         assert self.grammars is not None
-        return self.grammars.submit(params.structured_outputs)
+        return self.grammars.submit(params.structured_outputs, turn)
 
     def _check_supported(self, params: SamplingParams) -> None:
         """Reject parameters that need a tokenizer or parser that the engine lacks, and invalid ``extra_args``."""

@@ -8,6 +8,7 @@ An auth file is YAML or JSON: a list of keys, each with
 * ``max_concurrent_requests`` and ``requests_per_minute``: limits; default: none;
 * ``max_memory_share``: fraction of the server's ``max_admitted_bytes`` that its requests may take; default: 0.5 if
   there are several keys, else 1;
+* ``weight``: its share of turns: requests of different keys are prepared and admitted in turns; default: 1;
 * ``tenant``: keys of the same tenant share cached pages; default: the name.
 """
 
@@ -21,12 +22,17 @@ from typing import Any, cast
 import yaml
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.api.turns import NOBODY, Turn
 from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError
 from jaxserve.server.settings import ServerConfig
 
+_LEAST_WEIGHT = 0.001
 SCOPES = ("generate", "metrics", "admin")
-_FIELDS = tuple("key sha256 name scopes max_concurrent_requests requests_per_minute max_memory_share tenant".split())
+_FIELDS = tuple(
+    "key sha256 name scopes max_concurrent_requests requests_per_minute max_memory_share weight tenant".split()
+)
 _SHARE_OF_SEVERAL = 0.5
+_ANONYMOUS = "anonymous"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,6 +45,7 @@ class Caller:
         tenant: Callers of one tenant share cached pages; None: all callers do.
         max_concurrent_requests: Most sequences in flight; None: no limit.
         requests_per_minute: Most requests in any minute; None: no limit.
+        weight: Its share of turns beside other callers.
         max_memory_share: Fraction of the memory for requests that the caller's may take; 0 until the default is known.
     """
 
@@ -48,6 +55,12 @@ class Caller:
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
     max_memory_share: float = 1.0
+    weight: float = 1.0
+
+    @property
+    def turn(self) -> Turn:
+        """Whose turns its requests take: without keys all take the same."""
+        return NOBODY if self.name == _ANONYMOUS else Turn(self.name, self.weight)
 
     def check_scope(self, scope: str) -> None:
         """Raise PermissionDeniedError if the caller lacks a scope."""
@@ -76,7 +89,7 @@ class Authenticator:
         names = [caller.name for _, caller in self._callers]
         if len(set(names)) < len(names) or len({digest for digest, _ in self._callers}) < len(names):
             raise ConfigError("api_key, auth_file: two callers have the same name or the same key")
-        self._anonymous = None if self._callers else Caller("anonymous", frozenset(SCOPES))
+        self._anonymous = None if self._callers else Caller(_ANONYMOUS, frozenset(SCOPES))
         share = _SHARE_OF_SEVERAL if len(self._callers) > 1 else 1.0
         self._callers = [
             (digest, caller if caller.max_memory_share else dataclasses.replace(caller, max_memory_share=share))
@@ -143,6 +156,9 @@ def _read_entry(where: str, entry: Any) -> tuple[bytes, Caller]:
     share = values.get("max_memory_share", 1)
     if type(share) not in (int, float) or not 0 < share <= 1:
         raise ConfigError(f"{where}: max_memory_share: expected a number above 0 and at most 1")
+    weight = values.get("weight", 1)
+    if type(weight) not in (int, float) or not _LEAST_WEIGHT <= weight <= 1 / _LEAST_WEIGHT:
+        raise ConfigError(f"{where}: weight: expected a number from {_LEAST_WEIGHT} to {1 / _LEAST_WEIGHT:g}")
     tenant = values.get("tenant", name)
     if not isinstance(tenant, str) or not tenant:
         raise ConfigError(f"{where}: tenant: expected a string that is not empty")
@@ -153,6 +169,7 @@ def _read_entry(where: str, entry: Any) -> tuple[bytes, Caller]:
         values.get("max_concurrent_requests"),
         values.get("requests_per_minute"),
         float(values.get("max_memory_share", 0)),
+        float(values.get("weight", 1)),
     )
     return _entry_digest(where, values), caller
 

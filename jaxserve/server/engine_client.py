@@ -20,6 +20,7 @@ from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.text_bound import check_text
+from jaxserve.api.turns import NOBODY, Turn
 from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.output_collector import OutputCollector
@@ -195,7 +196,7 @@ class EngineClient:
         collector = OutputCollector(request.timeout_s)
         number = self._take_number()
         if request.chat is not None and request.text is None:
-            text = await self._render(request.chat, request.request_id, request.timeout_s)
+            text = await self._render(request.chat, request.turn, request.request_id, request.timeout_s)
             if text is None:
                 yield _aborted(request)
                 return
@@ -216,15 +217,15 @@ class EngineClient:
             if not collector.has_ended and self.is_alive:
                 self._send(Cancel([number]))
 
-    async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, Sequence[int]]:
+    async def render_chat(self, chat: Mapping[str, Any], turn: Turn = NOBODY) -> tuple[str, Sequence[int]]:
         """Return the prompt of a conversation, as text and token ids; ``chat`` as in ``Request``."""
-        text = await self._render(chat)
+        text = await self._render(chat, turn)
         assert text is not None
-        return text, (await self.tokenize(text, add_special_tokens=False))[0]
+        return text, (await self.tokenize(text, add_special_tokens=False, turn=turn))[0]
 
-    async def _render(self, chat: Mapping[str, Any], *request: Any) -> str | None:
+    async def _render(self, chat: Mapping[str, Any], turn: Turn, *request: Any) -> str | None:
         assert self._renderers is not None
-        return await self._renderers.render(chat, self.info, *request)
+        return await self._renderers.render(chat, self.info, *request, turn=turn)
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort requests by their full names; return those that were running or waiting."""
@@ -232,18 +233,18 @@ class EngineClient:
         return [*await self._query("abort", request_ids=list(request_ids)), *rendering]
 
     async def tokenize(
-        self, text: str, add_special_tokens: bool = True, with_strings: bool = False
+        self, text: str, add_special_tokens: bool = True, with_strings: bool = False, turn: Turn = NOBODY
     ) -> tuple[Sequence[int], list[str]]:
         """Return the token ids of a text and, if ``with_strings``, the text of each token."""
-        options = {"add_special_tokens": add_special_tokens, "with_strings": with_strings}
+        options = {"add_special_tokens": add_special_tokens, "with_strings": with_strings, "turn": turn}
         packed, strings = await self._query("tokenize", text=text, **options)
         token_ids = array("i")
         token_ids.frombytes(packed)
         return token_ids, strings
 
-    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False, turn: Turn = NOBODY) -> str:
         """Return the text of token ids."""
-        options = {"skip_special_tokens": skip_special_tokens}
+        options = {"skip_special_tokens": skip_special_tokens, "turn": turn}
         return await self._query("detokenize", token_ids=list(token_ids), **options)
 
     async def tokenizer_info(self) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Frontend:
         Raises:
             RequestError: The prompt is too long.
         """
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {"turn": caller.turn}
         if caller.tenant is not None:
             own = hashlib.sha256(f"{caller.tenant}\0{request.cache_salt or ''}".encode()).hexdigest()
             changes["cache_salt"] = own
@@ -105,7 +105,7 @@ class Frontend:
                 check_length(len(request.token_ids), 1, self.info.max_model_len)
             changes["token_ids"] = request.token_ids[-self.info.max_model_len :]
         check_text(self.info.text_bound, request, self.info.max_model_len)
-        return RequestEntry(self.log, caller.name, dataclasses.replace(request, **changes) if changes else request)
+        return RequestEntry(self.log, caller.name, dataclasses.replace(request, **changes))
 
     async def generate(self, entry: RequestEntry) -> AsyncGenerator[RequestOutput, None]:
         """Run an admitted request as ``EngineClient.generate``; its entry is in the ledger meanwhile."""

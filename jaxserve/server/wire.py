@@ -36,6 +36,7 @@ from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 from jaxserve.api.text_bound import TextBound
+from jaxserve.api.turns import Turn
 from jaxserve.parsers import ParserNames
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 
@@ -178,7 +179,7 @@ _CLASSES: tuple[type, ...] = (
         PackedLogprobs,
         model_pb2.Model,
     ),
-    *(ParserNames, TextBound, Counter, Gauge, Histogram, tuple),
+    *(ParserNames, TextBound, Turn, Counter, Gauge, Histogram, tuple),
     *_ERRORS,
 )
 _LOGPROBS = {CompletionOutput: "logprobs", RequestOutput: "prompt_logprobs"}

@@ -15,6 +15,7 @@ from jaxserve import RequestError, SamplingParams
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.request import Request
 from jaxserve.api.text_bound import TextBound, check_text
+from jaxserve.api.turns import Turn
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.server.engine_client import EngineClient
@@ -176,7 +177,7 @@ class Sending(EngineClient):
     def _take_number(self) -> int:
         return 1
 
-    async def _render(self, chat: Mapping[str, Any], *request: Any) -> str:
+    async def _render(self, chat: Mapping[str, Any], turn: Turn, *request: Any) -> str:
         return self.rendered
 
     def _send(self, message: ToEngine) -> None:

@@ -64,8 +64,9 @@ class _Completions(GenerationResponse):
             is_cut = self.requests[0].truncate_prompt_tokens is not None
             text = None if is_cut else output.prompt
             has_logprobs = self.params.logprobs is not None and output.prompt_logprobs is not None
-            first = await engine.detokenize(ids[:1]) if has_logprobs else ""
-            self._echoes[prompt] = await engine.detokenize(ids) if text is None else text, first
+            turn = self.call.caller.turn
+            first = await engine.detokenize(ids[:1], turn=turn) if has_logprobs else ""
+            self._echoes[prompt] = await engine.detokenize(ids, turn=turn) if text is None else text, first
 
     def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         if prompt not in self._first_fields:

@@ -27,15 +27,16 @@ async def tokenize(call: HttpCall) -> ASGIApp:
     table, needs = (_CHAT_FIELDS, "messages") if is_chat else (_TEXT_FIELDS, "prompt")
     fields = await call.read(lambda: call.fields(table, needs))
     frontend, has_strings = call.frontend, fields.get("return_token_strs", False)
+    turn = call.caller.turn
     strings: list[str] = []
     with frontend.ledger.admit(call.caller):
         if is_chat:
-            prompt, ids = await frontend.engine.render_chat(chat_arguments(frontend.config, fields))
+            prompt, ids = await frontend.engine.render_chat(chat_arguments(frontend.config, fields), turn)
             if has_strings:
-                ids, strings = await frontend.engine.tokenize(prompt, False, True)
+                ids, strings = await frontend.engine.tokenize(prompt, False, True, turn)
         else:
             is_special = fields.get("add_special_tokens", True)
-            ids, strings = await frontend.engine.tokenize(fields["prompt"], is_special, has_strings)
+            ids, strings = await frontend.engine.tokenize(fields["prompt"], is_special, has_strings, turn)
     body = {
         "count": len(ids),
         "max_model_len": frontend.info.max_model_len,
@@ -52,5 +53,5 @@ async def detokenize(call: HttpCall) -> Response:
     ids = fields["tokens"]
     check_converted("tokens", len(ids))
     with call.frontend.ledger.admit(call.caller):
-        found = await call.frontend.engine.detokenize(ids, fields.get("skip_special_tokens", False))
+        found = await call.frontend.engine.detokenize(ids, fields.get("skip_special_tokens", False), call.caller.turn)
     return json_response({"prompt": found}, headers=unused_fields_header(call.unused))
