@@ -13,7 +13,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.field_checks import integer, sequence
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.api.turns import NOBODY, Turn
+from jaxserve.api.turns import SHARED_TURN, Turn
 
 PROMPT_FORMS = "a string, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 MAX_PRIORITY = 2**63 - 1
@@ -64,7 +64,7 @@ class Request:
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool = True
     stream_interval: int = 1
-    turn: Turn = NOBODY
+    turn: Turn = SHARED_TURN
 
     def __post_init__(self):
         if self.cache_salt == "":

@@ -23,8 +23,8 @@ class Turn:
     weight: float = 1.0
 
 
-NOBODY = Turn()
-"""The turn of work that is nobody's: all of it shares one."""
+SHARED_TURN = Turn()
+"""The turn of all work without an API key."""
 
 
 class Turns:
@@ -82,7 +82,7 @@ class FairThreads:
         self._lock = threading.Lock()  # of the three above
 
     def submit(
-        self, function: Callable[..., Result], *arguments: Any, turn: Turn = NOBODY, cost: float = 1.0
+        self, function: Callable[..., Result], *arguments: Any, turn: Turn = SHARED_TURN, cost: float = 1.0
     ) -> "concurrent.futures.Future[Result]":
         """Run a function on a thread.
 

@@ -17,7 +17,7 @@ from jaxserve.api.errors import (
     RequestFailedError,
     unforeseen,
 )
-from jaxserve.api.turns import NOBODY, FairThreads, Turn
+from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn
 from jaxserve.engine.command_thread import CommandThread
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
@@ -65,7 +65,7 @@ class Loop(CommandThread):
         return not self._is_stopped and self._drain_until_s is None
 
     def submit(
-        self, stream: Stream, prepare: Callable[[], RequestState], turn: Turn = NOBODY, cost: float = 1.0
+        self, stream: Stream, prepare: Callable[[], RequestState], turn: Turn = SHARED_TURN, cost: float = 1.0
     ) -> None:
         """Prepare a request on another thread, wait for its grammar, and queue it.
 
@@ -147,7 +147,7 @@ class Loop(CommandThread):
         return self.call(abort)
 
     def call_aside(
-        self, function: Callable[[], T], turn: Turn = NOBODY, cost: float = 1.0
+        self, function: Callable[[], T], turn: Turn = SHARED_TURN, cost: float = 1.0
     ) -> "concurrent.futures.Future[T]":
         """Run a short function on the threads that prepare requests; ``turn`` and ``cost`` as for ``submit``.
 

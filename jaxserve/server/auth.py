@@ -22,7 +22,7 @@ from typing import Any, cast
 import yaml
 
 from jaxserve.api.errors import ConfigError
-from jaxserve.api.turns import NOBODY, Turn
+from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError
 from jaxserve.server.settings import ServerConfig
 
@@ -60,7 +60,7 @@ class Caller:
     @property
     def turn(self) -> Turn:
         """Whose turns its requests take: without keys all take the same."""
-        return NOBODY if self.name == _ANONYMOUS else Turn(self.name, self.weight)
+        return SHARED_TURN if self.name == _ANONYMOUS else Turn(self.name, self.weight)
 
     def check_scope(self, scope: str) -> None:
         """Raise PermissionDeniedError if the caller lacks a scope."""

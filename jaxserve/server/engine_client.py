@@ -20,7 +20,7 @@ from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.text_bound import check_text
-from jaxserve.api.turns import NOBODY, Turn
+from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.output_collector import OutputCollector
@@ -217,7 +217,7 @@ class EngineClient:
             if not collector.has_ended and self.is_alive:
                 self._send(Cancel([number]))
 
-    async def render_chat(self, chat: Mapping[str, Any], turn: Turn = NOBODY) -> tuple[str, Sequence[int]]:
+    async def render_chat(self, chat: Mapping[str, Any], turn: Turn = SHARED_TURN) -> tuple[str, Sequence[int]]:
         """Return the prompt of a conversation, as text and token ids; ``chat`` as in ``Request``."""
         text = await self._render(chat, turn)
         assert text is not None
@@ -233,7 +233,7 @@ class EngineClient:
         return [*await self._query("abort", request_ids=list(request_ids)), *rendering]
 
     async def tokenize(
-        self, text: str, add_special_tokens: bool = True, with_strings: bool = False, turn: Turn = NOBODY
+        self, text: str, add_special_tokens: bool = True, with_strings: bool = False, turn: Turn = SHARED_TURN
     ) -> tuple[Sequence[int], list[str]]:
         """Return the token ids of a text and, if ``with_strings``, the text of each token."""
         options = {"add_special_tokens": add_special_tokens, "with_strings": with_strings, "turn": turn}
@@ -242,7 +242,9 @@ class EngineClient:
         token_ids.frombytes(packed)
         return token_ids, strings
 
-    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False, turn: Turn = NOBODY) -> str:
+    async def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = False, turn: Turn = SHARED_TURN
+    ) -> str:
         """Return the text of token ids."""
         options = {"skip_special_tokens": skip_special_tokens, "turn": turn}
         return await self._query("detokenize", token_ids=list(token_ids), **options)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.api.errors import RequestError, RequestFailedError, unforeseen
-from jaxserve.api.turns import NOBODY, FairThreads, Turn
+from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn
 from jaxserve.child_process import ProcessPool
 from jaxserve.server.output_collector import late
 from jaxserve.server.wire import EngineInfo
@@ -44,7 +44,7 @@ class Renderers:
         info: EngineInfo,
         name: str = "",
         timeout_s: float | None = None,
-        turn: Turn = NOBODY,
+        turn: Turn = SHARED_TURN,
     ) -> str | None:
         """Return the prompt of a conversation; None if ``abort`` names it meanwhile.
 

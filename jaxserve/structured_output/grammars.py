@@ -14,7 +14,7 @@ from llguidance import LLTokenizer
 
 from jaxserve.api.errors import SHUT_DOWN, EngineDeadError, RequestError
 from jaxserve.api.structured_params import StructuredOutputsParams
-from jaxserve.api.turns import NOBODY, FairThreads, Turn
+from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn
 from jaxserve.child_process import ProcessPool
 from jaxserve.structured_output import grammar_check
 from jaxserve.structured_output.grammar_check import SPECIAL_MARK, Vocabulary, make_matcher
@@ -77,7 +77,7 @@ class GrammarCompiler:
         self._prepared: _Prepared | None = None
         self._prepare_lock = threading.Lock()
 
-    def submit(self, params: StructuredOutputsParams, turn: Turn = NOBODY) -> concurrent.futures.Future[Grammar]:
+    def submit(self, params: StructuredOutputsParams, turn: Turn = SHARED_TURN) -> concurrent.futures.Future[Grammar]:
         """Compile a grammar, or return the cached one. The future is shared and cannot be cancelled.
 
         The future fails with a `RequestError` that names ``structured_outputs`` if the parameters are invalid.

@@ -13,7 +13,7 @@ from jaxserve import RequestError
 from jaxserve.api.errors import ConfigError
 from jaxserve.api.request import Request
 from jaxserve.api.structured_params import StructuredOutputsParams
-from jaxserve.api.turns import NOBODY, FairThreads, Turn, Turns
+from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn, Turns
 from jaxserve.engine.loop import Loop
 from jaxserve.scheduling.queues import SequenceQueues
 from jaxserve.scheduling.sequence import Sequence
@@ -230,8 +230,8 @@ def test_priorities_order_the_sequences_of_one_key() -> None:
     enqueued(queues, ONE, "c", priority=-2)
     assert started(queues, 5) == "xcyab"
     queues = SequenceQueues(100)
-    enqueued(queues, NOBODY, "ab")
-    enqueued(queues, NOBODY, "c", priority=-1)
+    enqueued(queues, SHARED_TURN, "ab")
+    enqueued(queues, SHARED_TURN, "c", priority=-1)
     assert started(queues, 3) == "cab"
 
 
@@ -253,7 +253,7 @@ def test_a_preempted_sequence_goes_first() -> None:
 def test_requests_have_the_turns_of_their_keys(tmp_path: Path) -> None:
     assert make_frontend().entry(ANYBODY, Request(text="a")).request.turn == Turn("anybody")
     (nobody,) = Authenticator(ServerConfig()).callers
-    assert nobody.turn is NOBODY
+    assert nobody.turn is SHARED_TURN
     keys = tmp_path / "keys.yaml"
     keys.write_text("- {key: a, name: one}\n- {key: b, name: two, weight: 2.5}\n")
     callers = Authenticator(ServerConfig(auth_file=str(keys), api_key=["c"])).callers

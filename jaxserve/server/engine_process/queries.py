@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxserve.api.errors import RequestError, RequestFailedError
-from jaxserve.api.turns import Turn
+from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.startup import StartedEngine
 from jaxserve.server.converted_tokens import check_converted
@@ -70,7 +70,7 @@ class Queries:
             failed.set_exception(error)
             return failed
 
-    def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool, turn: Turn) -> Future:
+    def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool, turn: Turn = SHARED_TURN) -> Future:
         tokenizer = self._started.tokenizer
 
         def tokenize() -> tuple[bytes, list[str]]:
@@ -82,7 +82,7 @@ class Queries:
 
         return self._loop.call_aside(tokenize, turn, text_cost(text))
 
-    def _detokenize(self, token_ids: list[int], skip_special_tokens: bool, turn: Turn) -> Future:
+    def _detokenize(self, token_ids: list[int], skip_special_tokens: bool, turn: Turn = SHARED_TURN) -> Future:
         tokenizer = self._started.tokenizer
         vocab_size = self._started.plan.config.vocab_size
         outside = next((token for token in token_ids if not 0 <= token < vocab_size), None)
