@@ -231,7 +231,7 @@ class Scheduler:
         if ending is None:
             if sequence.slot >= 0:
                 cache.register(sequence, len(token_ids) - 1)
-            if sequence.constraint is None and sequence.request.params.repetition_detection is None:
+            if sequence.constraint is None and sequence.repetition is None:
                 sequence.next_check = min(sequence.max_length, cache.next_page_end(sequence) + 1)
             if sequence.followers:
                 self._queues.enqueue(*sequence.release_followers())

@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 from jaxserve.api.outputs import FinishReason
 from jaxserve.api.request import Request
 from jaxserve.scheduling.plan import Sampling
+from jaxserve.scheduling.repetition import RepetitionSearch
 
 
 @runtime_checkable
@@ -150,6 +151,7 @@ class Sequence:
         scheduled_s: Time of the plan that first admitted it, in seconds of ``time.monotonic()``; 0 before.
         first_token_s: Time of its first token, in seconds of ``time.monotonic()``; 0 before.
         last_token_s: Time of its latest token, in seconds of ``time.monotonic()``; 0 before the first.
+        repetition: Searches its output for repetitions, if the request asks for that.
     """
 
     request: Request
@@ -195,6 +197,12 @@ class Sequence:
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
+    repetition: RepetitionSearch | None = None
+
+    def __post_init__(self):
+        params = self.request.params.repetition_detection
+        if params is not None and self.repetition is None:
+            self.repetition = RepetitionSearch(params)
 
     @property
     def num_output_tokens(self) -> int:
