@@ -209,21 +209,27 @@ def _chunks(piece: Piece, bounds: Bounds, source: TensorInfo) -> list[_Copy]:
             _box(targets, offsets, steps)[::order],
             piece.is_transposed,
         )
-        for offsets, steps in _tiles(lengths[::order], source.dtype.itemsize, source.is_column_major)
+        for offsets, steps in _tiles(lengths[::order], source)
     ]
 
 
-def _tiles(lengths: list[int], itemsize: int, is_column_major: bool) -> list[tuple[list[int], list[int]]]:
+def _tiles(lengths: list[int], source: TensorInfo) -> list[tuple[list[int], list[int]]]:
     """Return offsets and lengths of tiles of about 2 MiB; leading axes are cut and trailing ones stay whole, or the
     other way round if the storage is column-major."""
-    if is_column_major:  # wider tiles, since each is read in as many pieces as it has rows
-        itemsize = max(1, itemsize // 4)
-        return [(offsets[::-1], steps[::-1]) for offsets, steps in _tiles(lengths[::-1], itemsize, False)]
+    units = [1 if at else source.unit for at in reversed(range(len(lengths)))]
+    if not source.is_column_major:
+        return _row_tiles(lengths, units, source.dtype.itemsize)
+    itemsize = max(1, source.dtype.itemsize // 4)  # wider tiles, since each is read in as many pieces as it has rows
+    return [(offsets[::-1], steps[::-1]) for offsets, steps in _row_tiles(lengths[::-1], units[::-1], itemsize)]
+
+
+def _row_tiles(lengths: list[int], units: list[int], itemsize: int) -> list[tuple[list[int], list[int]]]:
+    """Return tiles of which the first axes are cut, each at multiples of its unit."""
     steps = list(lengths)
-    for axis in range(len(lengths)):
+    for axis, unit in enumerate(units):
         rest_bytes = math.prod(lengths[axis + 1 :]) * itemsize
-        steps[axis] = min(lengths[axis], max(1, CHUNK_BYTES // rest_bytes))
-        if steps[axis] > 1 or rest_bytes <= CHUNK_BYTES:
+        steps[axis] = min(lengths[axis], max(unit, CHUNK_BYTES // rest_bytes // unit * unit))
+        if steps[axis] > unit or rest_bytes * unit <= CHUNK_BYTES:
             break
     grids = [range(0, length, step) for length, step in zip(lengths, steps, strict=True)]
     return [

@@ -13,12 +13,14 @@ Bounds = tuple[tuple[int, int], ...]
 class TensorInfo(NamedTuple):
     """Shape and dtype of a stored tensor; bfloat16 and float8 types are those of ml_dtypes.
 
-    ``is_column_major`` says that the last axis is the cheap one to cut: its elements are far apart in the file.
+    ``is_column_major`` says that the last axis is the cheap one to cut: its elements are far apart in the file. That
+    axis is cut only at multiples of ``unit``.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     is_column_major: bool = False
+    unit: int = 1
 
     @property
     def num_bytes(self) -> int:

@@ -148,7 +148,8 @@ class AsyncLLM(RunningModel):
                 )
             template = self._chat_template if chat_template is None else read_template(chat_template)
             params = sampling_params or self._started.default_params
-            return chat_prompt(self._started.tokenizer, conversations[0], params, chat_template=template, **options)
+            own = {"chat_template": template, "finds_generation_prompt": self._started.has_states}
+            return chat_prompt(self._started.tokenizer, conversations[0], params, **own, **options)
 
         return self._stream(render, request_id, priority, timeout_s)
 

@@ -6,6 +6,8 @@ import importlib
 import importlib.metadata
 import json
 import logging
+import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ from jaxserve.cli_arguments import (
     engine_arguments,
     sampling_arguments,
 )
+from jaxserve.group import launch
 from jaxserve.server import command
 from jaxserve.standard_streams import STATUS_FAILED, standard_streams
 
@@ -42,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; on an error exit with status 2 and one line on standard error."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with standard_streams(needs_output=given[:1] != ["serve"]):
+        with standard_streams(needs_output=given[:1] not in (["serve"], ["launch"])):
             _run(given)
     except (JaxserveError, ValueError) as error:
         print(f"jaxserve: {error}", file=sys.stderr)
@@ -71,6 +74,9 @@ def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help=command.HELP, description=command.HELP, allow_abbrev=False)
     command.add_arguments(serve)
     _add_common(serve, _serve)
+    several = commands.add_parser("launch", help=launch.HELP, description=launch.HELP, allow_abbrev=False)
+    launch.add_arguments(several)
+    _add_common(several, launch.run)
     bench = commands.add_parser("bench", help="measure speed")
     if list(wanted) == ["bench"]:
         _add_benches(bench.add_subparsers(required=True, metavar="BENCH"))
@@ -153,7 +159,13 @@ def _add_eval(commands: Any) -> None:
 def _serve(options: argparse.Namespace) -> None:
     from jaxserve.server.main import serve
 
-    sys.exit(asyncio.run(serve(*command.serve_arguments(options))))
+    arguments, config, group = command.serve_arguments(options)
+    place = None if group.is_alone else group.place(end=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    if place is not None and group.headless:
+        from jaxserve.group.follower import run_follower
+
+        run_follower(arguments, place)
+    sys.exit(asyncio.run(serve(arguments, config, place)))
 
 
 def _generate(options: argparse.Namespace) -> None:

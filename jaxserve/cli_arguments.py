@@ -12,7 +12,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxserve.api.config import EngineConfig
@@ -123,13 +123,14 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each field of ``EngineConfig``, with vLLM's name."""
+def add_engine_arguments(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Add a flag for each field of ``EngineConfig``, with vLLM's name, and for vLLM's others but those ``without``."""
     group = parser.add_argument_group("engine", _PARTS_HELP)
     group.add_argument("--model", default="demo", help=f"{field_docs(EngineConfig)['model']} (default: %(default)s)")
     names = [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
     add_dataclass_arguments(group, EngineConfig, names)
-    add_vllm_arguments(parser, {**NO_EFFECT, **REFUSED})
+    others = {name: argument for name, argument in {**NO_EFFECT, **REFUSED}.items() if name not in without}
+    add_vllm_arguments(parser, others)
 
 
 def add_vllm_arguments(parser: argparse.ArgumentParser, arguments: Mapping[str, Argument]) -> None:

@@ -260,6 +260,7 @@ class LLM(RunningModel):
             continue_final_message=continue_final_message,
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
+            finds_generation_prompt=self._started.has_states,
         )
         return self._calls.run(requests, use_tqdm)
 

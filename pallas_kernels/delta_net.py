@@ -162,19 +162,21 @@ class Inputs(NamedTuple):
 IS_IN_PLACE = True
 CASES: Mapping[str, Case] = {
     "one_token": Case((Row(1),), spare_rows=0, spare_tokens=0),
-    "decode": Case((Row(1), Row(1, is_new=True), Row(1, snapshot=1), Row(1))),
+    "decode": Case((Row(1), Row(1, is_new=True), Row(1, snapshots=(1,)), Row(1))),
     "ragged": Case(RAGGED),
     "ragged_bf16": Case(RAGGED, dtype="bfloat16"),
-    "long": Case((Row(150, is_new=True, snapshot=77), Row(70)), num_key_heads=1, num_value_heads=1),
+    "long": Case((Row(150, is_new=True, snapshots=(77,)), Row(70)), num_key_heads=1, num_value_heads=1),
     "small_heads": Case(RAGGED, key_dim=16, value_dim=16),
     "odd_heads": Case(RAGGED, num_key_heads=3, num_value_heads=3, key_dim=24, value_dim=20),
     "tiny_heads": Case((Row(3), Row(4, is_new=True)), key_dim=5, value_dim=3),
     "wide_values": Case((Row(9), Row(1)), key_dim=64, value_dim=128),
     "wide_keys": Case((Row(9), Row(1)), key_dim=128, value_dim=48),
-    "six_values_per_key": Case((Row(7, snapshot=3), Row(1)), num_key_heads=1, num_value_heads=6),
+    "six_values_per_key": Case((Row(7, snapshots=(3,)), Row(1)), num_key_heads=1, num_value_heads=6),
     "two_taps": Case(RAGGED, taps=2),
     "three_taps": Case(RAGGED, taps=3),
-    "shorter_than_taps": Case((Row(2), Row(3, is_new=True, snapshot=1), Row(1, is_new=True), Row(2, snapshot=1))),
+    "shorter_than_taps": Case(
+        (Row(2), Row(3, is_new=True, snapshots=(1,)), Row(1, is_new=True), Row(2, snapshots=(1,)))
+    ),
     "only_padding": Case((Row(0),)),
 }
 _WIDE = Case(RAGGED, key_dim=128, value_dim=128)

@@ -41,7 +41,7 @@ def update(
         float32(weights.dt_bias),
         float32(weights.norm),
         *states,
-        row_arrays(rows),
+        *row_arrays(rows, projected.shape[0]),
         key_heads=np.int32(sizes.num_key_heads),
         key_dim=np.int32(sizes.key_dim),
         value_dim=np.int32(sizes.value_dim),

@@ -29,7 +29,7 @@ class _Fields(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("offset", "width", "run")]
 
 
-class _Blocks(ctypes.Structure):
+class BlocksStruct(ctypes.Structure):
     _fields_ = [
         *[("low", _Fields), ("high", _Fields)],
         *[(name, ctypes.c_int64) for name in ("zero", "num_bytes", "num_codes", "first")],
@@ -40,7 +40,7 @@ class _Job(ctypes.Structure):
     """The arguments of the kernel; see ``native/dequantize.h``."""
 
     _fields_ = [
-        *[("codes", ctypes.c_void_p), ("code_row", ctypes.c_int64), ("blocks", _Blocks)],
+        *[("codes", ctypes.c_void_p), ("code_row", ctypes.c_int64), ("blocks", BlocksStruct)],
         *[("num_rows", ctypes.c_int64), ("num_columns", ctypes.c_int64)],
         *[("table", ctypes.c_void_p), ("table_size", ctypes.c_int64), ("is_signed", ctypes.c_int64)],
         *[(name, ctypes.c_void_p) for name in ("row_groups", "run_starts", "run_groups", "column_groups")],
@@ -98,7 +98,7 @@ def dequantize(
     row_groups = None if rows is None else np.ascontiguousarray(rows, np.int32)
     column_groups = None if has_runs else np.pad(_groups(columns, num_columns), (0, _MOST_LANES))
     job = _Job(
-        *(codes.ctypes.data, codes.strides[0], _Blocks(*blocks[:-1]) if blocks else _Blocks()),
+        *(codes.ctypes.data, codes.strides[0], BlocksStruct(*blocks[:-1]) if blocks else BlocksStruct()),
         *(num_rows, num_columns),
         *(_address(table), 0 if table is None else len(table)),
         blocks is not None or codes.dtype == np.int8,

@@ -187,10 +187,10 @@ class Inputs(NamedTuple):
 IS_IN_PLACE = True
 CASES: Mapping[str, Case] = {
     "one_token": Case((Row(1),), spare_rows=0, spare_tokens=0),
-    "decode": Case((Row(1), Row(1, is_new=True), Row(1, snapshot=1), Row(1))),
+    "decode": Case((Row(1), Row(1, is_new=True), Row(1, snapshots=(1,)), Row(1))),
     "ragged": Case(RAGGED),
     "ragged_bf16": Case(RAGGED, dtype="bfloat16"),
-    "long": Case((Row(150, is_new=True, snapshot=77), Row(70)), num_heads=2, num_groups=1, norm_groups=1),
+    "long": Case((Row(150, is_new=True, snapshots=(77,)), Row(70)), num_heads=2, num_groups=1, norm_groups=1),
     "odd_heads": Case(RAGGED, num_heads=6, head_dim=24, state_dim=20, num_groups=3, norm_groups=3),
     "small_heads": Case(RAGGED, head_dim=16, state_dim=16, num_groups=4, norm_groups=4),
     "tiny_heads": Case((Row(3), Row(4, is_new=True)), head_dim=3, state_dim=5, norm_groups=1),
@@ -202,7 +202,9 @@ CASES: Mapping[str, Case] = {
     "not_gated": Case(RAGGED, norm_groups=0, is_gated=False),
     "limits": Case(RAGGED, limits=StepLimits(0.03, 0.1)),
     "two_taps": Case(RAGGED, taps=2),
-    "shorter_than_taps": Case((Row(2), Row(3, is_new=True, snapshot=1), Row(1, is_new=True), Row(2, snapshot=1))),
+    "shorter_than_taps": Case(
+        (Row(2), Row(3, is_new=True, snapshots=(1,)), Row(1, is_new=True), Row(2, snapshots=(1,)))
+    ),
     "only_padding": Case((Row(0),)),
 }
 _WIDE = Case(RAGGED, num_heads=16, head_dim=64, state_dim=128)

@@ -44,7 +44,7 @@ def update(
         float32(weights.d),
         float32(None if norm is None else norm.weight),
         *states,
-        row_arrays(rows),
+        *row_arrays(rows, projected.shape[0]),
         head_dim=np.int32(sizes.head_dim),
         groups=np.int32(sizes.num_groups),
         state_dim=np.int32(sizes.state_dim),

@@ -57,9 +57,12 @@ def copy_states(
     return tuple(call(*arrays, sources, targets))
 
 
-def row_arrays(rows: StateRows) -> Int[Array, "6 R"]:
-    """Return the fields of rows as the handlers take them; XLA computes this once for all layers."""
-    return jnp.stack([field.astype(jnp.int32) for field in rows])
+def row_arrays(rows: StateRows, num_tokens: int) -> tuple[Int[Array, "4 R"], Int[Array, " T"]]:
+    """Return rows as the handlers take them: the fields of rows, and the page that is also written after each token.
+
+    XLA computes this once for all layers.
+    """
+    return jnp.stack([field.astype(jnp.int32) for field in rows[:4]]), rows.pages_after(num_tokens)
 
 
 def float32(parameter: Float[Array, "..."] | None) -> Float[Array, "..."]:

@@ -33,22 +33,27 @@ class StateRows(NamedTuple):
         lens: Tokens of each row; 0 for padding.
         are_new: Whether a row's state and tail begin as zeros, whatever its page holds: it starts at position 0.
         pages: State page of each row, updated in place.
-        snapshot_lens: After this many of a row's tokens of this step its tail and state are also written to
-            ``snapshot_pages``; 0: never.
-        snapshot_pages: Pages that no row has. Those of rows without a snapshot are ignored.
+        snapshot_tokens: Tokens of the step after which a row's tail and state are also written to another page, in any
+            order, each once; a number that is no token of a row stands for none.
+        snapshot_pages: Those pages, which no row has; of the rest any number.
     """
 
     starts: Int[Array, " R"]
     lens: Int[Array, " R"]
     are_new: Bool[Array, " R"]
     pages: Int[Array, " R"]
-    snapshot_lens: Int[Array, " R"]
-    snapshot_pages: Int[Array, " R"]
+    snapshot_tokens: Int[Array, " N"]
+    snapshot_pages: Int[Array, " N"]
 
     @property
     def num_tokens(self) -> Int[Array, ""]:
         """Tokens of all rows, the first of the step."""
         return self.lens.sum(dtype=jnp.int32)
+
+    def pages_after(self, num_tokens: int) -> Int[Array, " T"]:
+        """Return the page that is also written after each of ``num_tokens`` tokens; -1 for none."""
+        none = jnp.full(num_tokens, -1, jnp.int32)
+        return none.at[self.snapshot_tokens].set(self.snapshot_pages.astype(jnp.int32), mode="drop")
 
 
 class States(NamedTuple):
@@ -79,25 +84,26 @@ def copy_states(
 
 
 class Row(NamedTuple):
-    """A row of a case: its tokens, whether it starts from zeros, and the length of its snapshot (0: none)."""
+    """A row of a case: its tokens, whether it starts from zeros, and the lengths of its snapshots, ascending."""
 
     length: int
     is_new: bool = False
-    snapshot: int = 0
+    snapshots: tuple[int, ...] = ()
 
 
 SPARE_PAGES = 2
 """Pages of a case that no row has."""
+_NO_TOKEN = 1 << 20  # of any case
 
 RAGGED = (
     Row(5),
     Row(1, is_new=True),
-    Row(17, snapshot=9),
-    Row(2, snapshot=2),
-    Row(1, snapshot=1),
-    Row(40, is_new=True),
+    Row(17, snapshots=(9,)),
+    Row(2, snapshots=(2,)),
+    Row(1, snapshots=(1,)),
+    Row(40, is_new=True, snapshots=(1, 16, 17, 32, 39)),
 )
-"""Rows of several lengths with snapshots inside, at the end and after the only token."""
+"""Rows of several lengths with snapshots inside, several in a row, at the end and after the only token."""
 
 
 def num_tokens_of(rows: Sequence[Row]) -> int:
@@ -107,7 +113,7 @@ def num_tokens_of(rows: Sequence[Row]) -> int:
 
 def num_pages_of(rows: Sequence[Row], spare_rows: int) -> int:
     """Return the state pages of a case: one per row, padding rows included, one per snapshot, and spare ones."""
-    return len(rows) + spare_rows + sum(row.snapshot > 0 for row in rows) + SPARE_PAGES
+    return len(rows) + spare_rows + sum(len(row.snapshots) for row in rows) + SPARE_PAGES
 
 
 def make_rows(rows: Sequence[Row], spare_rows: int, key: jax.Array) -> StateRows:
@@ -116,14 +122,15 @@ def make_rows(rows: Sequence[Row], spare_rows: int, key: jax.Array) -> StateRows
     padded = [*rows, *[Row(0)] * spare_rows]
     lens = np.array([row.length for row in padded], np.int32)
     pages = jax.random.permutation(key, num_pages_of(rows, spare_rows)).astype(jnp.int32)
-    snapshots = np.cumsum([row.snapshot > 0 for row in padded]) - 1
+    starts = np.cumsum(lens) - lens
+    tokens = [start + length - 1 for start, row in zip(starts, padded, strict=True) for length in row.snapshots]
     return StateRows(
-        starts=jnp.asarray(np.cumsum(lens) - lens, jnp.int32),
+        starts=jnp.asarray(starts, jnp.int32),
         lens=jnp.asarray(lens),
         are_new=jnp.asarray([row.is_new for row in padded]),
         pages=pages[:count],
-        snapshot_lens=jnp.asarray([row.snapshot for row in padded], jnp.int32),
-        snapshot_pages=pages[count + np.maximum(snapshots, 0)] if any(row.snapshot for row in rows) else pages[:count],
+        snapshot_tokens=jnp.asarray([*tokens, _NO_TOKEN, _NO_TOKEN], jnp.int32),
+        snapshot_pages=jnp.concatenate([pages[count : count + len(tokens)], pages[:2]]),
     )
 
 
@@ -138,13 +145,16 @@ class Stretch(NamedTuple):
 
 
 def stretches(rows: Sequence[Row], batch: StateRows) -> Iterator[Stretch]:
-    """Cut each row of a case at its snapshot, so that a reference never sees one inside."""
-    first = 0
+    """Cut each row of a case at its snapshots, so that a reference never sees one inside."""
+    first = num_snapshots = 0
     for index, row in enumerate(rows):
         page, is_new = batch.pages[index], row.is_new
-        cuts = [row.snapshot, row.length] if 0 < row.snapshot < row.length else [row.length]
+        cuts = [*row.snapshots, *([] if row.length in row.snapshots else [row.length])]
         for cut, before in zip(cuts, [0, *cuts], strict=False):
-            targets = [page, batch.snapshot_pages[index]] if cut == row.snapshot else [page]
+            targets = [page]
+            if cut in row.snapshots:
+                targets.append(batch.snapshot_pages[num_snapshots])
+                num_snapshots += 1
             yield Stretch(first + before, first + cut, is_new and before == 0, page, targets)
         first += row.length
 

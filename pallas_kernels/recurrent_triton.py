@@ -57,7 +57,7 @@ def update_states(
         interpret=is_interpreted,
         name="recurrent_update",
     )
-    fields = tuple(field.astype(jnp.int32) for field in rows)
+    fields = tuple(field.astype(jnp.int32) for field in (*rows[:4], rows.pages_after(num_tokens)))
     results, state = call(state, fields, tuple(tokens))
     is_used = jnp.arange(num_tokens) < rows.num_tokens
     return jnp.where(is_used[:, None, None], results, 0), state
@@ -88,7 +88,7 @@ class _Lanes(NamedTuple):
 
 def _kernel(
     _: Any,  # the states: the same memory as the last
-    rows_ref: Any,  # starts, lens, are_new, pages, snapshot_lens, snapshot_pages: [R] each
+    rows_ref: Any,  # starts, lens, are_new, pages: [R] each; the page to write too after each token, or -1: [T]
     tokens_ref: Any,  # query [T, key_heads, K], key [T, key_heads, K], value [T, heads, V], factor, decay [T, heads]
     result_ref: Any,  # [T, heads, V]
     state_ref: Any,  # [P, heads, K, V]
@@ -96,7 +96,8 @@ def _kernel(
     layout: _Layout,
 ) -> None:
     row, head, block = (pl.program_id(axis) for axis in range(3))
-    start, length, is_new, page, snapshot_len, snapshot_page = (field[row] for field in rows_ref)
+    *fields, pages_after_ref = rows_ref
+    start, length, is_new, page = (field[row] for field in fields)
     keys = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(layout.num_keys),), 0)
     values = block * layout.block + lax.broadcasted_iota(jnp.int32, (layout.block,), 0)
     lanes = _Lanes(keys, values, keys < layout.num_keys, values < layout.num_values)
@@ -109,12 +110,9 @@ def _kernel(
         state, result = _apply_rule(state, tokens_ref, token, head, lanes, layout)
         place = jnp.broadcast_to(token, result.shape), jnp.broadcast_to(head, result.shape), lanes.values
         plt.store(result_ref.at[place], result, mask=lanes.are_values)
-        is_snapshot = index + 1 == snapshot_len
-        plt.store(
-            _tile(state_ref, jnp.where(is_snapshot, snapshot_page, page), head, lanes),
-            state,
-            mask=are_written & is_snapshot,
-        )
+        kept = pages_after_ref[token]
+        is_kept = kept >= 0
+        plt.store(_tile(state_ref, jnp.where(is_kept, kept, page), head, lanes), state, mask=are_written & is_kept)
         return state
 
     state = lax.fori_loop(0, length, step, state)

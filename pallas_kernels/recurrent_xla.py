@@ -75,23 +75,29 @@ def convolve(
             from_tail = old[owners, jnp.clip(offsets - delay + history, 0, history - 1)]
             earlier = jnp.where((offsets >= delay)[:, None], earlier, from_tail)
         y = y + earlier.astype(jnp.float32) * weight[history - delay]
-    has_snapshot = (rows.snapshot_lens > 0) & (rows.snapshot_lens <= rows.lens)
-    for lens, pages, are_written in (
-        (rows.snapshot_lens, rows.snapshot_pages, has_snapshot),
-        (rows.lens, rows.pages, rows.lens > 0),
+    is_kept = rows.snapshot_tokens < rows.num_tokens
+    for last, pages, are_written in (
+        (rows.snapshot_tokens, rows.snapshot_pages, is_kept),
+        (rows.starts + rows.lens - 1, rows.pages, rows.lens > 0),
     ):
-        tail = tail.at[jnp.where(are_written, pages, tail.shape[0])].set(_tails(x, old, rows, lens), mode="drop")
+        last = jnp.clip(last, 0, num_tokens - 1)
+        new = _tails(x, old, last, owners[last], offsets[last])
+        tail = tail.at[jnp.where(are_written, pages, tail.shape[0])].set(new, mode="drop")
     return y, tail
 
 
 def _tails(
-    x: Float[Array, "T channels"], old: Float[Array, "R history channels"], rows: StateRows, lens: Int[Array, " R"]
-) -> Float[Array, "R history channels"]:
-    """Return each row's tail after its first ``lens`` tokens."""
-    history = old.shape[1]
-    index = lens[:, None] + jnp.arange(history) - history  # of a token in its row; below 0 in the old tail
-    new = jnp.take(x, rows.starts[:, None] + index, 0, mode="clip")
-    kept = jnp.take_along_axis(old, jnp.clip(index + history, 0, history - 1)[:, :, None], 1)
+    x: Float[Array, "T channels"],
+    old: Float[Array, "R history channels"],
+    last: Int[Array, " N"],
+    owners: Int[Array, " N"],
+    offsets: Int[Array, " N"],
+) -> Float[Array, "N history channels"]:
+    """Return the tails after some tokens, of whose rows the old tails are known, and the tokens' index in the row."""
+    delays = jnp.arange(old.shape[1] - 1, -1, -1)
+    index = offsets[:, None] - delays  # of an input in its row; below 0 in the old tail
+    new = jnp.take(x, last[:, None] - delays, 0, mode="clip")
+    kept = old[owners[:, None], jnp.clip(index + old.shape[1], 0, old.shape[1] - 1)]
     return jnp.where((index >= 0)[:, :, None], new, kept)
 
 
@@ -113,15 +119,15 @@ def update_states(
     is_used = rows.lens > 0
     results = jnp.zeros((num_tokens, *found.shape[1:]), jnp.float32)
     results = results.at[jnp.where(is_used, rows.starts, num_tokens)].set(found, mode="drop")
-    snapshot = jnp.where(is_used & (rows.snapshot_lens == 1), rows.snapshot_pages, num_pages)
-    state = state.at[snapshot].set(new, mode="drop")
+    pages_after = rows.pages_after(num_tokens)
+    kept = jnp.take(pages_after, rows.starts, mode="clip")
+    state = state.at[jnp.where(is_used & (kept >= 0), kept, num_pages)].set(new, mode="drop")
     state = state.at[jnp.where(is_used, rows.pages, num_pages)].set(new, mode="drop")
 
     owners = token_rows(rows, num_tokens)
     offsets = jnp.arange(num_tokens) - rows.starts[owners]
     is_later = (offsets > 0) & (jnp.arange(num_tokens) < rows.num_tokens)
     (later,) = jnp.nonzero(is_later, size=num_tokens, fill_value=0)
-    lens_before = jnp.where(rows.snapshot_lens > rows.lens, 0, rows.snapshot_lens) - 1
 
     def update(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         state, results = carry
@@ -129,7 +135,7 @@ def update_states(
         row = owners[token]
         page = rows.pages[row]
         new, found = step(state[page], RuleTokens(*(x[token] for x in tokens)))
-        target = jnp.where(lens_before[row] == offsets[token], rows.snapshot_pages[row], page)
+        target = jnp.where(pages_after[token] >= 0, pages_after[token], page)
         return state.at[target].set(new).at[page].set(new), results.at[token].set(found)
 
     results, state = lax.fori_loop(0, is_later.sum(), update, (state, results))[::-1]

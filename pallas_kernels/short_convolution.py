@@ -96,15 +96,17 @@ _PIECE = 64  # channels that are compared together
 IS_IN_PLACE = True
 CASES: Mapping[str, Case] = {
     "one_token": Case((Row(1),), spare_rows=0, spare_tokens=0),
-    "decode": Case((Row(1), Row(1, is_new=True), Row(1, snapshot=1), Row(1))),
+    "decode": Case((Row(1), Row(1, is_new=True), Row(1, snapshots=(1,)), Row(1))),
     "ragged": Case(RAGGED),
     "ragged_bf16": Case(RAGGED, dtype="bfloat16"),
     "with_bias": Case(RAGGED, has_bias=True),
     "odd": Case(RAGGED, num_channels=37),
-    "wide": Case((Row(1), Row(90, is_new=True, snapshot=64)), num_channels=600),
+    "wide": Case((Row(1), Row(90, is_new=True, snapshots=(64,))), num_channels=600),
     "two_taps": Case(RAGGED, taps=2),
     "four_taps": Case(RAGGED, taps=4),
-    "shorter_than_taps": Case((Row(1), Row(2, is_new=True, snapshot=1), Row(1, is_new=True), Row(1, snapshot=1))),
+    "shorter_than_taps": Case(
+        (Row(1), Row(2, is_new=True, snapshots=(1,)), Row(1, is_new=True), Row(1, snapshots=(1,)))
+    ),
     "only_padding": Case((Row(0),)),
 }
 DEVICE_CASES: Mapping[str, Case] = {

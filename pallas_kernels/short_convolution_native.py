@@ -21,6 +21,6 @@ def update(
     result = jax.ShapeDtypeStruct((projected.shape[0], tail.shape[2]), jnp.float32)
     old = jax.ShapeDtypeStruct(tail.shape, tail.dtype)
     y, tail = jax.ffi.ffi_call(target("short_convolution"), (result, old), input_output_aliases={3: 1})(
-        projected, float32(convolution.weight), float32(convolution.bias), tail, row_arrays(rows)
+        projected, float32(convolution.weight), float32(convolution.bias), tail, *row_arrays(rows, projected.shape[0])
     )
     return y, tail

@@ -75,6 +75,9 @@ class HostRunner:
         self._accepted = [[rng.randint(1, count) for _ in range(997)] for count in range(1, num_drafts + 2)]
         self._plans = collections.deque[StepPlan]()
 
+    def warm_up(self) -> None:
+        """Do nothing: there are no programs."""
+
     def launch(self, plans: Sequence[StepPlan]) -> None:
         """Build the step's buffers."""
         (plan,) = plans

@@ -7,10 +7,14 @@ Each format is loaded in a process of its own, from the page cache to bfloat16, 
 NumPy alone, and from a checkpoint of the same size that is bfloat16 already. Prints the bytes of bfloat16 written per
 second of CPU time, which other work on the machine changes least (the fastest of the repetitions), how fast the native
 kernel is relative to the bfloat16 checkpoint, and how far the peak of the process's memory is above the loaded arrays.
+
+With ``--stored``, weights stay quantized, packed for the native kernels; the bytes of the file that are loaded per
+second of CPU time are compared with those of the bfloat16 checkpoint, whose weights are packed for them too.
 """
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -28,12 +32,15 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import save_file
 
-from checkpoints import load_arrays, open_checkpoint, whole
+from checkpoints import CheckpointReader, Stored, TensorRecipe, load_arrays, open_checkpoint, whole
 from checkpoints.quantized.gguf_blocks import UNPACK
 from checkpoints.quantized.gguf_types import TYPES
 from checkpoints.quantized.planes import Planes
-from checkpoints.quantized.reader import QuantizedReader
-from jaxserve.models.loading import decode
+from checkpoints.quantized.reader import QuantizedReader, keep_records, quantized_in
+from checkpoints.quantized.records import Kept
+from jaxserve.layers.storage import Weight, load_method
+from jaxserve.layers.weight_forms import WeightForms
+from jaxserve.models.loading import decode, pack
 from tests import quantized_files as files
 from tests.gguf_files import Blocks, random_blocks, write_gguf
 from tests.quantized_cases import BITS4, BITS8, Case, compressed, fp8, gptq, mlx, packed
@@ -108,6 +115,20 @@ FORMATS: Mapping[str, Callable[[Path, int], Path]] = {
 }
 
 
+_COLUMNS: Mapping[str, str] = {
+    "native": "native, GB per CPU second",
+    "numpy": "NumPy",
+    "plain": "bfloat16",
+    "ratio": "native : bfloat16",
+    "above": "memory, MB",
+}
+_STORED_COLUMNS: Mapping[str, str] = {
+    "stored": "file, GB per CPU second",
+    "plain": "bfloat16",
+    "ratio": "file : bfloat16",
+}
+
+
 def _memory(field: str) -> int:
     """Return a field of this process's memory in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -124,6 +145,63 @@ def _load(path: Path, decoder: Callable[[Planes, np.ndarray], None]) -> tuple[fl
         arrays = load_arrays(reader, recipes, "bfloat16", SingleDeviceSharding(jax.devices("cpu")[0]))
         jax.block_until_ready(arrays)
         return time.process_time() - start, sum(array.nbytes for array in arrays.values())
+
+
+def _weights(reader: CheckpointReader) -> dict[str, tuple[TensorRecipe, Weight]] | None:
+    """Return how the native kernels store each matrix of a checkpoint; None if one cannot stay quantized."""
+    found: dict[str, tuple[TensorRecipe, Weight]] = {}
+    records = {}
+    if isinstance(reader, QuantizedReader):
+        records = {name: tensor.records and tensor.records() for name, tensor in reader.quantized.items()}
+    forms = WeightForms({name: each for name, each in records.items() if each is not None})
+    for name, info in reader.tensors.items():
+        recipe, method, segments = whole(name, info.shape), "plain", ()
+        if name in records:
+            rows = forms.find(recipe, (1, 1))
+            if rows is None:
+                return None
+            (recipe, segments), method = rows, "quantized"
+        shape = info.shape
+        weight = Weight(shape[0], shape[1], ("o", None), (1, 1), "bfloat16", "native", method, segments=segments)
+        found[name] = recipe, weight
+    if records:
+        keep_records(reader, {name: Kept(forms[name], found[name][1].segments[0].form.span) for name in records})
+    return found
+
+
+def _load_packed(path: Path) -> tuple[float, int]:
+    """Load a checkpoint for the native kernels; return the seconds of CPU time, and the bytes of the file (0: its
+    weights cannot stay quantized)."""
+    sharding = SingleDeviceSharding(jax.devices("cpu")[0])
+    with open_checkpoint(path) as reader:
+        quantized = quantized_in(reader)
+        num_bytes = sum(info.num_bytes for info in reader.tensors.values())
+        if quantized is not None:
+            num_bytes, quantized.pack = quantized.num_stored_bytes(quantized.quantized), pack
+        weights = _weights(reader)
+        if weights is None:
+            return math.inf, 0
+        stored: dict[str, Stored] = {}
+        for name, (_, weight) in weights.items():
+            method = load_method(weight.method)
+            arrays = {
+                f"{name}.{part}": jax.ShapeDtypeStruct(array.shape, np.dtype(array.dtype), sharding=sharding)
+                for part, array in method.arrays(weight).items()
+            }
+            stored[name] = Stored(lambda part, own=weight, by=method: [*by.fill(own, part).values()], arrays)
+        dtype = "bfloat16" if quantized is None else "uint8"
+        recipes = {name: recipe for name, (recipe, _) in weights.items()}
+        start = time.process_time()
+        jax.block_until_ready(load_arrays(reader, recipes, dtype, sharding, stored=stored))
+        return time.process_time() - start, num_bytes
+
+
+def _measure_packed(path: Path, plain: Path, repetitions: int) -> dict[str, float]:
+    """Return the columns of the table of weights that stay quantized: speeds in GB/s and their ratio."""
+    _load_packed(path)
+    taken = [(_load_packed(path), _load_packed(plain)) for _ in range(repetitions)]
+    speeds = [max(turn[place][1] / turn[place][0] for turn in taken) / 1e9 for place in range(2)]
+    return {"stored": speeds[0], "plain": speeds[1], "ratio": speeds[0] / speeds[1]}
 
 
 def _measure(path: Path, plain: Path, repetitions: int) -> dict[str, float]:
@@ -148,26 +226,31 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT")
     parser.add_argument("--size", type=int, default=4096, help="rows and columns of a matrix (default: %(default)s)")
     parser.add_argument("--repetitions", type=int, default=5, help="turns of each (default: %(default)s)")
+    parser.add_argument("--stored", action="store_true", help="keep weights quantized, packed for the native kernels")
     parser.add_argument(
         "--measure", type=Path, nargs=2, help="measure this checkpoint and a plain one, print JSON (for the processes)"
     )
     options = parser.parse_args(arguments)
     if options.measure is not None:
         path, plain = options.measure
-        print(json.dumps(_measure(path, plain, options.repetitions)))
+        measure = _measure_packed if options.stored else _measure
+        print(json.dumps(measure(path, plain, options.repetitions)))
         return
-    print("| format | native, GB per CPU second | NumPy | bfloat16 | native : bfloat16 | memory, MB |")
-    print("|---|---|---|---|---|---|", flush=True)
+    columns = _STORED_COLUMNS if options.stored else _COLUMNS
+    print("| format |", " | ".join(columns.values()), "|")
+    print(f"|{'---|' * (1 + len(columns))}", flush=True)
     with tempfile.TemporaryDirectory() as plain:
         _write_plain(Path(plain), options.size)
         for name in options.formats:
             with tempfile.TemporaryDirectory() as folder:
                 path = FORMATS[name](Path(folder), options.size)
-                command = [sys.executable, __file__, "--repetitions", str(options.repetitions), "--measure"]
-                done = subprocess.run([*command, str(path), plain], stdout=subprocess.PIPE, check=True)
+                command = [sys.executable, __file__, "--repetitions", str(options.repetitions)]
+                command += ["--stored"] if options.stored else []
+                command += ["--measure", str(path), plain]
+                done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
             found: dict[str, Any] = json.loads(done.stdout)
-            speeds = " | ".join(f"{found[speed]:.2f}" for speed in ("native", "numpy", "plain", "ratio"))
-            print(f"| {name} | {speeds} | {found['above']:.0f} |", flush=True)
+            numbers = (f"{found[column]:.{0 if column == 'above' else 2}f}" for column in columns)
+            print(f"| {name} |", " | ".join(numbers), "|", flush=True)
 
 
 if __name__ == "__main__":

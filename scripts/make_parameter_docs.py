@@ -17,6 +17,7 @@ from jaxserve.api.vllm_arguments import (
     OTHER_NAMES,
     RENAMED,
     SAME,
+    SAME_GROUP,
     SAME_SERVE,
     SERVE_NO_EFFECT,
     SERVE_REFUSED,
@@ -25,6 +26,7 @@ from jaxserve.api.vllm_arguments import (
 )
 from jaxserve.api.vllm_engine_arguments import NO_EFFECT, REFUSED
 from jaxserve.cli_arguments import field_docs
+from jaxserve.group.settings import GroupConfig
 from jaxserve.server.settings import ServerConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "jaxserve" / "PARAMETERS.md"
@@ -41,6 +43,7 @@ SECTIONS: tuple[tuple[type, str], ...] = (
         "Settings of an engine: the arguments of `LLM`, and flags of every `jaxserve` command that runs one.",
     ),
     (ServerConfig, "Listeners, access control and limits of a server: flags of `jaxserve serve`."),
+    (GroupConfig, "One engine in several processes, on one host or many: flags of `jaxserve serve`."),
 )
 
 HEAD = """# Parameters
@@ -87,7 +90,7 @@ def statuses() -> tuple[dict[str, str], dict[str, str]]:
     engine = {**dict.fromkeys(NO_EFFECT, "no effect"), **dict.fromkeys(REFUSED, "refused")}
     engine |= dict.fromkeys(SAME, "same")
     own = {**dict.fromkeys(SERVE_NO_EFFECT, "no effect"), **dict.fromkeys(SERVE_REFUSED, "refused")}
-    own |= dict.fromkeys((*SAME_SERVE, *RENAMED), "same")
+    own |= dict.fromkeys((*SAME_SERVE, *SAME_GROUP, *RENAMED), "same")
     return {**engine, **dict.fromkeys(SERVER_ONLY, "no effect")}, {**engine, **own}
 
 

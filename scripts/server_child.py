@@ -23,7 +23,7 @@ class RunningServer:
     """A running server.
 
     Attributes:
-        process: The front end.
+        process: The front end, or what launched it.
         http: Base URL, without ``/v1``.
         grpc: Target of the gRPC listener.
         admin: Target of the admin listener.
@@ -77,6 +77,7 @@ def running_server(
     environment: Mapping[str, str] = MappingProxyType({}),
     start_limit_s: float = 600.0,
     end_limit_s: float = 90.0,
+    launcher: Sequence[str] = (),
 ) -> Iterator[RunningServer]:
     """Run a server while the block runs; stop it with SIGTERM, and with SIGKILL after the limit.
 
@@ -87,11 +88,12 @@ def running_server(
         environment: Added to this process' own.
         start_limit_s: Seconds until it must be ready.
         end_limit_s: Seconds until it must have exited.
+        launcher: Words of the command before ``serve``.
 
     Raises:
         RuntimeError: It did not start.
     """
-    command = [sys.executable, "-m", "jaxserve", "serve", model, "--port", "0"]
+    command = [sys.executable, "-m", "jaxserve", *launcher, "serve", model, "--port", "0"]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, *flags],

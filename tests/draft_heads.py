@@ -1,6 +1,7 @@
 """Random draft heads on disk, and what they draft, read from the files with NumPy alone."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,14 @@ def eagle3_shapes(config: dict[str, Any], first: str, aux: int = 3) -> dict[str,
     return shapes | {"norm.weight": (size,), "lm_head.weight": (config["draft_vocab_size"], size)}
 
 
-def write_eagle3(directory: Path, config: dict[str, Any], seed: int = 0, **changed: Any) -> dict[str, np.ndarray]:
-    """Writes a head and returns its tensors; ``changed`` are tensors that replace random ones, None for missing."""
+def write_eagle3(
+    directory: Path, config: dict[str, Any], seed: int = 0, mask_size: int | None = None, **changed: Any
+) -> dict[str, np.ndarray]:
+    """Writes a head, with a state of this size before mask tokens, and returns its tensors; ``changed`` are tensors
+    that replace random ones, None for missing."""
     first = "layers.0" if "speculators_model_type" in config else "midlayer"
-    tensors = _random(eagle3_shapes(config, first), seed)
+    shapes = eagle3_shapes(config, first)
+    tensors = _random(shapes if mask_size is None else shapes | {"mask_hidden": (1, mask_size)}, seed)
     tokens = np.arange(config.get("transformer_layer_config", config)["vocab_size"])
     ids = np.sort(np.random.default_rng(seed).permutation(tokens)[: config["draft_vocab_size"]])
     tensors |= {"d2t": ids - np.arange(len(ids)), "t2d": np.isin(tokens, ids), **changed}
@@ -108,21 +113,36 @@ def write_eagle(directory: Path, config: dict[str, Any], seed: int = 0, *, bias:
 def write_mtp(directory: Path, config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     """Writes a model with a layer for multi-token prediction, and copies of embedding and head beside it."""
     write_checkpoint(directory, config, seed)
-    tensors, found = load_file(directory / "model.safetensors"), mtp_config(read_model_config(directory))
+    return _add_mtp(directory, load_file(directory / "model.safetensors"), seed + 1)
+
+
+def write_llama_with_mtp(directory: Path, llama: Path) -> None:
+    """Writes a Llama as a GLM-4.5, which computes the same, with a random layer for multi-token prediction."""
+    shutil.copytree(llama, directory, dirs_exist_ok=True)
+    config = json.loads((llama / "config.json").read_text())
+    changes = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "partial_rotary_factor": 1.0}
+    dense = {"first_k_dense_replace": config["num_hidden_layers"], "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config | changes | dense))
+    _add_mtp(directory, load_file(llama / "model.safetensors"), seed=0)
+
+
+def _add_mtp(directory: Path, tensors: dict[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+    found = mtp_config(read_model_config(directory))
     device = SingleDeviceSharding(jax.devices()[0])
     head = abstract_head(lambda scope: MTPHead(found, scope=scope), Scope(), lambda axes: device)
-    tensors |= _random(dict(head.listings[0]), seed + 1)
+    embedding = tensors["model.embed_tokens.weight"]
     layer = f"model.layers.{found.num_layers}"
-    tensors |= {f"{layer}.embed_tokens.weight": tensors["model.embed_tokens.weight"]}
-    tensors |= {f"{layer}.shared_head.head.weight": tensors["lm_head.weight"]}
+    tensors |= _random(dict(head.listings[0]), seed)
+    tensors |= {f"{layer}.embed_tokens.weight": embedding}
+    tensors |= {f"{layer}.shared_head.head.weight": tensors.get("lm_head.weight", embedding)}
     save_file(tensors, directory / "model.safetensors")
     return tensors
 
 
-def load_head(method: str, directory: Path, target: Path) -> DraftHead:
+def load_head(method: str, directory: Path, target: Path, in_one_pass: bool = False) -> DraftHead:
     """Checks and loads a head on one device, as the engine does."""
     device, config = SingleDeviceSharding(jax.devices()[0]), read_model_config(target)
-    source = find_head(method, directory, config)
+    source = find_head(method, directory, config, in_one_pass=in_one_pass)
     head = source.abstract(Scope(), lambda axes: device)
     source.check(head, model_listings(config))
     return head.merge_module(source.load(head, model_listings(config)))

@@ -15,8 +15,8 @@ from scripts.server_child import REPOSITORY
 
 METHODS = ("grammar", "ngram", "suffix", "draft_model", "eagle3", "mtp")
 """Any model can have all but the last: a draft model is the model itself, and a head is a random one. With ``mtp``, a
-model that has such a layer takes the demo model's place, and others do not draft."""
-MTP_MODEL = REPOSITORY / "tests" / "demo_drafters" / "mtp"
+Llama has a random layer for multi-token prediction, and others do not draft."""
+DEMO = REPOSITORY / "jaxserve" / "demo" / "model"
 VARIABLE = "TESTS_SPECULATION"
 """The environment variable that has the method."""
 SHORTCUTS = ("spec_method", "spec_model", "spec_tokens")
@@ -30,7 +30,8 @@ def default(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     model = settings["model"]
     if method == "mtp":
-        return {"model": str(MTP_MODEL), "speculative_config": speculation(method, model)} if model == "demo" else {}
+        path = _with_mtp(_directory(model))
+        return {"model": path, "speculative_config": speculation(method, model)} if path else {}
     return {"speculative_config": speculation(method, model)}
 
 
@@ -54,10 +55,28 @@ def _head(model: str) -> str:
     """The directory of a random EAGLE-3 head for a model."""
     from tests.draft_heads import HEAD, write_eagle3  # imports what tests/conftest.py first has checked
 
-    directory = REPOSITORY / "jaxserve" / "demo" / "model" if model == "demo" else Path(model)
-    target = json.loads((directory / "config.json").read_text())
+    target = json.loads((_directory(model) / "config.json").read_text())
     layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, target["num_hidden_layers"] - 1]}
     sizes = {name: target[name] for name in ("vocab_size", "hidden_size")}
     directory = Path(tempfile.mkdtemp(prefix="jaxserve-test-head-"))
     write_eagle3(directory, {**HEAD, **sizes, "draft_vocab_size": sizes["vocab_size"] // 2, "eagle_config": layers})
     return str(directory)
+
+
+@functools.cache
+def _with_mtp(model: Path) -> str | None:
+    """The directory of a Llama with a random layer for multi-token prediction; None for other models."""
+    from tests.draft_heads import write_llama_with_mtp  # imports what tests/conftest.py first has checked
+
+    config = model / "config.json"
+    if not config.is_file() or json.loads(config.read_text()).get("architectures") != ["LlamaForCausalLM"]:
+        return None
+    if not (model / "model.safetensors").is_file():
+        return None
+    directory = Path(tempfile.mkdtemp(prefix="jaxserve-test-mtp-"))
+    write_llama_with_mtp(directory, model)
+    return str(directory)
+
+
+def _directory(model: str) -> Path:
+    return DEMO if model == "demo" else Path(model)

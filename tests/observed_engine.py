@@ -87,7 +87,8 @@ class FakeReplica:
 
         running, waiting, num_preemptions = (1, 2), (3,), 4
         limits, draft_counts = SchedulerLimits(2, 8), DraftCounts()
-        pages = type("Pages", (), {"num_queried_tokens": 30, "num_hit_tokens": 12, "misses": Counter()})
+        counts = {"num_queried_tokens": 30, "num_hit_tokens": 12, "num_states": 5}
+        pages = type("Pages", (), {**counts, "misses": Counter({"evicted": 3})})
         allocator = type("Allocator", (), {"usage": 0.25})
 
     schedulers, num_steps, num_decode_rows = (Scheduler,), 7, 9

@@ -21,7 +21,7 @@ from jaxserve.device.runner_interface import RowError, StepResult
 from jaxserve.device.stage import Stage
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.plan_codec import decode_plans, encode_plans
+from jaxserve.scheduling.plan_codec import SentRows, decode_plans, encode_plans
 
 
 class RemoteRunner:
@@ -31,7 +31,7 @@ class RemoteRunner:
         config: From which both processes plan the same engine.
 
     Attributes:
-        plans: The plans of every step, as they were sent.
+        plans: The plans of every step, with all their rows.
     """
 
     def __init__(self, config: EngineConfig):
@@ -41,11 +41,16 @@ class RemoteRunner:
         theirs.close()
         self._link = Connection(ours.detach())
         self.plans: list[bytes] = []
+        self._sent = SentRows()
+
+    def warm_up(self) -> None:
+        """See ``Runner``."""
+        self._ask("warm_up")
 
     def launch(self, plans: Sequence[StepPlan]) -> None:
         """See ``Runner``."""
         self.plans.append(encode_plans(plans))
-        self._ask("launch", self.plans[-1])
+        self._ask("launch", encode_plans(self._sent.shorten(plans)))
 
     def collect(self) -> list[StepResult]:
         """See ``Runner``."""
@@ -110,12 +115,12 @@ def serve(link: Connection, config: EngineConfig) -> None:
     stage.compile()
     stage.load(load_params(plan, program))
     runner = LocalRunner([stage])
-    method = ""
+    method, sent = "", SentRows()
     with mock.patch.object(batch, "build", side_effect=batch.build) as build:
         methods: dict[str, Callable[..., Any]] = {
-            "launch": lambda data: runner.launch(decode_plans(data)),
+            "launch": lambda data: runner.launch(sent.restore(decode_plans(data))),
             "num_buffers": lambda: build.call_count,
-            **{name: getattr(runner, name) for name in ("collect", "reset", "close")},
+            **{name: getattr(runner, name) for name in ("warm_up", "collect", "reset", "close")},
         }
         while method != "close":
             method, *arguments = _unpack(link.recv_bytes())

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
+from jaxserve.api.config import EngineConfig
+from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner, StepResult
 from jaxserve.device.stage import Stage
@@ -36,3 +38,8 @@ def set_weights(runner: LocalRunner, weights: Mapping[str, np.ndarray]) -> None:
 
 def _names(stage: Stage) -> list[str]:
     return [stage.model.whole_path(path) for path in stage.model.abstract_model.params]
+
+
+def plan_of_demo() -> EnginePlan:
+    """A plan of the demo model on one device."""
+    return plan_engine(EngineConfig(model="demo", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64))

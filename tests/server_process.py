@@ -3,9 +3,10 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from scripts import server_child
 from scripts.server_child import RunningServer
@@ -23,7 +24,11 @@ PROGRAMS_CACHE = Path(tempfile.gettempdir()) / f"jaxserve-test-programs-{os.getu
 
 @contextlib.contextmanager
 def running_server(
-    *flags: str, model: str = "demo", environment: Mapping[str, str] = MappingProxyType({}), engine: bool = True
+    *flags: str,
+    model: str = "demo",
+    environment: Mapping[str, str] = MappingProxyType({}),
+    engine: bool = True,
+    launcher: Sequence[str] = (),
 ) -> Iterator[RunningServer]:
     """A server while the block runs.
 
@@ -32,11 +37,12 @@ def running_server(
         model: Directory, or ``demo``.
         environment: Added to this process' own.
         engine: Add the flags of ``SMALL_ENGINE``.
+        launcher: Words of the command before ``serve``.
     """
     model, drafts = drafting.server(model)
     all_flags = ["--compilation-cache-dir", str(PROGRAMS_CACHE), "--shutdown-timeout", "5"]
     all_flags += [*drafts, *(SMALL_ENGINE if engine else ()), *flags]
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
-        limits = {"start_limit_s": START_LIMIT_S, "end_limit_s": END_LIMIT_S}
+        limits: dict[str, Any] = {"start_limit_s": START_LIMIT_S, "end_limit_s": END_LIMIT_S, "launcher": launcher}
         with server_child.running_server(model, all_flags, Path(log.name), environment=environment, **limits) as server:
             yield server

@@ -62,6 +62,10 @@ def jaxserve_commands(text: str) -> dict[str, set[str]]:
     """Documented `jaxserve` commands (such as "bench latency") with the flags that stand behind them."""
     commands: dict[str, set[str]] = {}
     for line in command_lines(text):
+        launched = re.match(r"(?:\S*/)?jaxserve launch (\S+ \S+) (?=serve )", line)
+        if launched:  # the flags after it are those of the command that it runs
+            commands.setdefault("launch", set()).update(FLAG.findall(launched[1]))
+            line = f"jaxserve {line[launched.end() :]}"
         match = re.match(r"(?:\S*/)?jaxserve ((?:[a-z]+ ?)+)(?:\s|$|\[)?", line)
         if match:
             commands.setdefault(match[1].strip(), set()).update(FLAG.findall(line))

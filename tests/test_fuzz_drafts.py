@@ -58,7 +58,7 @@ def test_every_kind_is_drawn() -> None:
     """Every method, family, layout and option, among few hundred configurations."""
     drawn = [draw(0, number) for number in range(400)]
     methods = {each.speculation["method"] if each.replay is None else "replay" for each in drawn}
-    assert methods == {"ngram", "suffix", "grammar", "replay", "draft_model", "eagle", "eagle3", "mtp"}
+    assert methods == {"ngram", "suffix", "grammar", "replay", "draft_model", "eagle", "eagle3", "dflash", "mtp"}
     assert {each.family for each in drawn} == set(FAMILIES)
     layouts = {each.settings.get("layout") for each in drawn}
     assert {"split_logits", "sequence_parallel", "context_parallel", "expert_gather", "expert_all_to_all"} < layouts

@@ -173,6 +173,18 @@ def test_partition_specs_are_made_in_sharding_only() -> None:
     assert_none(breaches)
 
 
+def test_arrays_are_put_on_devices_where_some_may_be_elsewhere() -> None:
+    """Elsewhere ``device_put`` and ``jax.devices`` assume that one process has all devices: ``sharding`` has others."""
+    breaches = []
+    for path in python_files("jaxserve", "checkpoints"):
+        if path.name == "loader.py" or "lab" in path.parts:  # experiments of one process
+            continue
+        for node in ast.walk(syntax_tree(path)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("jax.device_put", "device_put", "jax.devices"):
+                breaches.append(place(path, node.lineno))
+    assert_none(breaches)
+
+
 def test_no_torch_outside_tests() -> None:
     breaches = []
     for path, node in nodes(*PACKAGES, "scripts"):

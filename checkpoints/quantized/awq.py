@@ -11,15 +11,16 @@ import numpy as np
 
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, group_indices, info_of
-from checkpoints.quantized.planes import Planes
+from checkpoints.quantized.planes import Planes, Words
 from checkpoints.quantized.records import Records
 from checkpoints.quantized.settings import Settings
 from checkpoints.reader import CheckpointReader
 from checkpoints.tensor_info import TensorInfo
 
 _NAME = "AWQ"
-_NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
-_PER_WORD = 8
+_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The output of each code of a word, the lowest first."""
+_PER_WORD = len(_PLACES)
 _INT32, _FLOATS = (np.dtype(np.int32),), (np.dtype(np.float16), np.dtype(np.float32))
 
 
@@ -70,11 +71,14 @@ class Awq:
         def planes(box: Box) -> Planes:
             inputs, outputs = box.columns, box.rows
             groups, needed = group_indices(inputs.start, inputs.stop, group)
+            zeros, zero_words = _read_words(reader, qzeros, needed, outputs)
+            codes, words = _read_words(reader, qweight, inputs, outputs)
             return Planes(
-                _read_codes(reader, qweight, inputs, outputs),
+                codes,
                 reader.read(scales, (needed, outputs)).astype(np.float32).T,
-                _read_codes(reader, qzeros, needed, outputs),
+                zero_words.unpack(zeros),
                 columns=groups,
+                blocks=words,
             )
 
         kind = reader.tensors[scales].dtype.name
@@ -82,12 +86,8 @@ class Awq:
         return QuantizedTensor((num_outputs, num_inputs), stored, planes, is_column_major=True, records=lambda: records)
 
 
-def _read_codes(reader: CheckpointReader, stored: str, inputs: slice, outputs: slice) -> np.ndarray:
-    """Return a box of packed codes, unpacked: uint8 [outputs, inputs]."""
+def _read_words(reader: CheckpointReader, stored: str, inputs: slice, outputs: slice) -> tuple[np.ndarray, Words]:
+    """Return the words that hold a box of codes, [inputs, words], and how they do."""
     first, last = outputs.start // _PER_WORD, -(-outputs.stop // _PER_WORD)
-    words = np.ascontiguousarray(reader.read(stored, (inputs, slice(first, last))).view(np.uint32).T)
-    codes = np.empty((words.shape[0], _PER_WORD, words.shape[1]), np.uint8)
-    for column, nibble in enumerate(_NIBBLE_OF_COLUMN):
-        codes[:, column] = (words >> np.uint32(4 * nibble)) & np.uint32(15)
-    skip = outputs.start - first * _PER_WORD
-    return codes.reshape(-1, words.shape[1])[skip : skip + outputs.stop - outputs.start]
+    words = reader.read(stored, (inputs, slice(first, last)))
+    return words, Words(_PLACES, outputs.start - first * _PER_WORD, outputs.stop - outputs.start)

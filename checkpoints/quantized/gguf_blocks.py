@@ -59,16 +59,24 @@ def _with_factors(
     mins: np.ndarray | None = None,
     table: np.ndarray | None = None,
 ) -> Unpacked:
-    """Return blocks whose scales are integers times ``d``, and whose biases are integers times minus ``dmin``."""
+    """Return blocks whose scales are integers times ``d``, and whose biases are integers times minus ``dmin``; both
+    are the bytes of float16 numbers."""
+    factors, d = np.broadcast_to(_float16(d), scales.shape), _half(d)
     if dmin is None or mins is None:
-        return Unpacked(codes, d * scales, None, table, Factored(scales, np.broadcast_to(d, scales.shape)))
-    factored = Factored(scales, np.broadcast_to(d, scales.shape), mins, np.broadcast_to(-dmin, mins.shape))
-    return Unpacked(codes, d * scales, -(dmin * mins), table, factored)
+        return Unpacked(codes, d * scales, None, table, Factored(scales, factors))
+    minus = (_float16(dmin).view(np.uint16) ^ np.uint16(1 << 15)).view(np.float16)
+    factored = Factored(scales, factors, mins, np.broadcast_to(minus, mins.shape))
+    return Unpacked(codes, d * scales, -_half(dmin) * mins, table, factored)
+
+
+def _float16(data: np.ndarray) -> np.ndarray:
+    """Return the numbers that bytes are."""
+    return np.ascontiguousarray(data).view("<f2")
 
 
 def _half(data: np.ndarray) -> np.ndarray:
     """Return float16 numbers in float32."""
-    return np.ascontiguousarray(data).view("<f2").astype(np.float32)
+    return _float16(data).astype(np.float32)
 
 
 def _signed(codes: np.ndarray, zero: int) -> np.ndarray:
@@ -100,12 +108,12 @@ def _q8_0(blocks: np.ndarray) -> Unpacked:
 
 def _q2_k(blocks: np.ndarray) -> Unpacked:
     # A byte for each group of 16: the low nibble is the scale, the high one the offset.
-    scales, d, dmin = blocks[:, :16], _half(blocks[:, 80:82]), _half(blocks[:, 82:])
-    return _with_factors(Blocks(Fields(16, 2, 32)), d, scales & 15, dmin, scales >> 4)
+    scales = np.ascontiguousarray(blocks[:, :16])
+    return _with_factors(Blocks(Fields(16, 2, 32)), blocks[:, 80:82], scales & 15, blocks[:, 82:], scales >> 4)
 
 
 def _q3_k(blocks: np.ndarray) -> Unpacked:
-    scales, d = blocks[:, 96:108], _half(blocks[:, 108:])
+    scales, d = blocks[:, 96:108], blocks[:, 108:]
     six_bits = bit_fields(scales[:, :8], 4, 8) | bit_fields(scales[:, 8:], 2, 4) << np.uint8(4)
     codes = Blocks(Fields(32, 2, 32), Fields(0, 1, 32), 4)
     return _with_factors(codes, d, _signed(six_bits, 32))
@@ -114,25 +122,31 @@ def _q3_k(blocks: np.ndarray) -> Unpacked:
 def _scales_and_mins(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return 8 scales and 8 offsets of 6 bits from 12 bytes: four whole ones of each, whose top bits are those of the
     other four; then the low bits of these."""
-    first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = np.concatenate([first & 63, rest & 15 | first >> 2 & 48], axis=1)
-    return scales, np.concatenate([second & 63, rest >> 4 | second >> 2 & 48], axis=1)
+    words = np.ascontiguousarray(packed).view("<u4")  # of four bytes each, which are computed at once
+    first, second, rest = (np.ascontiguousarray(words[:, place]) for place in range(3))
+    low, high, six = (np.uint32(bits * 0x01010101) for bits in (0x0F, 0x30, 0x3F))
+    shift = np.uint32(2)
+    scales = np.stack([first & six, rest & low | first >> shift & high], axis=1)
+    mins = np.stack([second & six, rest >> np.uint32(4) & low | second >> shift & high], axis=1)
+    return scales.astype("<u4", copy=False).view(np.uint8), mins.astype("<u4", copy=False).view(np.uint8)
 
 
 def _q4_k(blocks: np.ndarray) -> Unpacked:
-    scales, mins = _scales_and_mins(blocks[:, 4:16])
-    return _with_factors(Blocks(Fields(16, 4, 32)), _half(blocks[:, :2]), scales, _half(blocks[:, 2:4]), mins)
+    head = np.ascontiguousarray(blocks[:, :16])
+    scales, mins = _scales_and_mins(head[:, 4:])
+    return _with_factors(Blocks(Fields(16, 4, 32)), head[:, :2], scales, head[:, 2:4], mins)
 
 
 def _q5_k(blocks: np.ndarray) -> Unpacked:
-    scales, mins = _scales_and_mins(blocks[:, 4:16])
+    head = np.ascontiguousarray(blocks[:, :16])
+    scales, mins = _scales_and_mins(head[:, 4:])
     codes = Blocks(Fields(48, 4, 32), high=Fields(16, 1, 32))
-    return _with_factors(codes, _half(blocks[:, :2]), scales, _half(blocks[:, 2:4]), mins)
+    return _with_factors(codes, head[:, :2], scales, head[:, 2:4], mins)
 
 
 def _q6_k(blocks: np.ndarray) -> Unpacked:
     codes = Blocks(Fields(0, 4, 64), Fields(128, 2, 32), 32)
-    return _with_factors(codes, _half(blocks[:, 208:]), blocks[:, 192:208].view(np.int8))
+    return _with_factors(codes, blocks[:, 208:], np.ascontiguousarray(blocks[:, 192:208]).view(np.int8))
 
 
 def _ternary(data: np.ndarray, run: int, digits: int) -> np.ndarray:
@@ -175,7 +189,7 @@ def _iq4_nl(blocks: np.ndarray) -> Unpacked:
 
 def _iq4_xs(blocks: np.ndarray) -> Unpacked:
     six_bits = bit_fields(blocks[:, 4:8], 4, 1) | bit_fields(blocks[:, 2:4], 2, 1) << np.uint8(4)
-    return _with_factors(Blocks(Fields(8, 4, 16)), _half(blocks[:, :2]), _signed(six_bits, 32), table=_IQ4)
+    return _with_factors(Blocks(Fields(8, 4, 16)), blocks[:, :2], _signed(six_bits, 32), table=_IQ4)
 
 
 def _points(name: str, indices: np.ndarray, signs: np.ndarray | None) -> np.ndarray:

@@ -83,7 +83,11 @@ class OnLoadReader(BaseReader):
         self.inner, self.made = reader, made
         self._largest: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
         own = {
-            name: TensorInfo(each.kept.shape(reader.tensors[name].shape), np.dtype(np.uint8))
+            name: TensorInfo(
+                each.kept.shape(reader.tensors[name].shape),
+                np.dtype(np.uint8),
+                unit=each.kept.records.num_bytes(each.kept.span),
+            )
             for name, each in made.items()
         }
         self.tensors: Mapping[str, TensorInfo] = {**reader.tensors, **own}

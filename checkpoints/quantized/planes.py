@@ -71,14 +71,36 @@ class Blocks(NamedTuple):
         return bit_fields(blocks[:, fields.offset : end], fields.width, fields.run)
 
 
+class Words(NamedTuple):
+    """How 32-bit words, [C, words], hold the codes of a box: each has one of four bits for each of eight rows.
+
+    Attributes:
+        places: The row of each code of a word, the lowest first, among the eight.
+        first: Rows of the first words that do not belong to the box.
+        num_rows: Rows of the box.
+    """
+
+    places: tuple[int, ...]
+    first: int
+    num_rows: int
+
+    def unpack(self, words: np.ndarray) -> np.ndarray:
+        """Return the codes of a box, uint8 [num_rows, C]."""
+        turned = np.ascontiguousarray(words.view(np.uint32).T)
+        codes = np.empty((len(turned), len(self.places), turned.shape[1]), np.uint8)
+        for code, place in enumerate(self.places):
+            codes[:, place] = (turned >> np.uint32(4 * code)) & np.uint32(15)
+        return codes.reshape(-1, turned.shape[1])[self.first : self.first + self.num_rows]
+
+
 class Factored(NamedTuple):
     """Scales and biases of a box as integers and the factors of groups of them, from which they are computed.
 
     Attributes:
         scales: Integers, [R, groups of columns].
-        scale_factors: float32, [R, groups of columns]: that of each scale.
+        scale_factors: Floats, [R, groups of columns]: that of each scale.
         biases: Integers, like the scales; None for none.
-        bias_factors: float32, like the scales; None for none.
+        bias_factors: Floats, like the scales; None for none.
     """
 
     scales: np.ndarray
@@ -99,14 +121,14 @@ class Planes(NamedTuple):
     some columns; a side without an index has one group for each row or column, or a single one for all.
 
     Attributes:
-        codes: [R, C], uint8 or int8; or blocks that hold them.
+        codes: [R, C], uint8 or int8; or blocks or words that hold them.
         scales: [groups of rows, groups of columns], float32.
         zeros: float32 or integers, like the scales; None for none.
         biases: float32, like the scales; None for none.
         table: float32 value of each code; None: the codes are the values.
         rows: Group of each row, int [R], in the scales' first axis; None: see above.
         columns: Group of each column, int [C], in the scales' second axis.
-        blocks: How ``codes``, uint8 [R, bytes], holds the codes; None: it is the codes.
+        blocks: How ``codes``, uint8 [R, bytes] or words, holds the codes; None: it is the codes.
         factored: What scales and biases were computed from; None: they are stored themselves.
     """
 
@@ -117,7 +139,7 @@ class Planes(NamedTuple):
     table: np.ndarray | None = None
     rows: np.ndarray | None = None
     columns: np.ndarray | None = None
-    blocks: Blocks | None = None
+    blocks: Blocks | Words | None = None
     factored: Factored | None = None
 
     @property
@@ -194,9 +216,14 @@ def bit_fields(data: np.ndarray, width: int, run: int) -> np.ndarray:
     return fields.reshape(len(data), -1)
 
 
+def pairs_of(num_columns: int, first: int = 0) -> Blocks:
+    """Return how rows of bytes hold two codes each, the first in the lower half."""
+    return Blocks(Fields(0, 4, 1), num_bytes=1, num_codes=2, first=first, num_columns=num_columns)
+
+
 def halves_of(data: np.ndarray, first: int, num_columns: int) -> tuple[np.ndarray, Blocks]:
     """Return rows of bytes of two codes, the first in the low half, as ``codes`` and ``blocks`` of ``Planes``."""
-    return data, Blocks(Fields(0, 4, 1), num_bytes=1, num_codes=2, first=first, num_columns=num_columns)
+    return data, pairs_of(num_columns, first)
 
 
 def read_packed(read: Callable[[slice], np.ndarray], codes: slice, bits: int, num_words: int) -> np.ndarray:

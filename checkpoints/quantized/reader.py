@@ -9,7 +9,7 @@ from checkpoints.arranged import ArrangedReader
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, Format, QuantizedTensor
 from checkpoints.quantized.planes import Planes
-from checkpoints.quantized.records import Kept, logical_index
+from checkpoints.quantized.records import Kept, Records, logical_index
 from checkpoints.reader import BaseReader, CheckpointReader
 from checkpoints.tensor_info import Index, TensorInfo, index_bounds
 
@@ -25,6 +25,7 @@ class QuantizedReader(BaseReader):
         tensors: Shape and dtype of every tensor; float32 for those that are stored quantized, and uint8 for those of
             them that are kept as rows of records.
         decode: Writes decoded planes into an array, rounded to its dtype; a faster one may take its place.
+        pack: Writes planes into an array as rows of records, likewise.
 
     Args:
         reader: The stored tensors; closed with this reader, also if this fails.
@@ -38,6 +39,7 @@ class QuantizedReader(BaseReader):
         self._reader = reader
         self.format = format
         self.decode: Callable[[Planes, np.ndarray], None] = Planes.decode_into
+        self.pack: Callable[[Records, Planes, int, np.ndarray], None] = Records.pack_into
         self._kept: dict[str, Kept] = {}
         try:
             self._quantized: dict[str, QuantizedTensor] = {
@@ -68,12 +70,13 @@ class QuantizedReader(BaseReader):
     def keep(self, kept: Mapping[str, Kept]) -> None:
         """Show some quantized tensors as rows of records, not decoded."""
         self._kept |= kept
-        own = {
-            name: TensorInfo(each.shape(self._quantized[name].shape), _UINT8)
-            for name, each in kept.items()
-            if name in self.tensors
-        }
+        own = {name: self._info_of_records(name, each) for name, each in kept.items() if name in self.tensors}
         self.tensors = {**self.tensors, **own}
+
+    def _info_of_records(self, name: str, kept: Kept) -> TensorInfo:
+        tensor = self._quantized[name]
+        is_column_major = tensor.is_column_major != kept.records.is_transposed
+        return TensorInfo(kept.shape(tensor.shape), _UINT8, is_column_major, kept.records.num_bytes(kept.span))
 
     @property
     def quantized(self) -> Mapping[str, QuantizedTensor]:
@@ -127,7 +130,7 @@ class QuantizedReader(BaseReader):
         if name in self._kept:
             kept = self._kept[name]
             for planes, matrix in zip(self._boxes(name, logical_index(index, kept)), matrices, strict=True):
-                matrix[...] = kept.records.pack(planes.transposed if kept.records.is_transposed else planes, kept.span)
+                self.pack(kept.records, planes.transposed if kept.records.is_transposed else planes, kept.span, matrix)
             return
         for planes, matrix in zip(self._boxes(name, index), matrices, strict=True):
             self.decode(planes, matrix)

@@ -63,34 +63,46 @@ class Records(NamedTuple):
             uint8 [R, C / span * bytes of a record].
         """
         planes = planes.unpacked
-        zero = self.zero if planes.zeros is None else 0  # codes of blocks have lost it
-        codes = np.ascontiguousarray(planes.codes).view(np.uint8)
-        codes = codes + np.uint8(zero) if zero else codes  # wraps
+        added, codes = self.added(planes), np.ascontiguousarray(planes.codes).view(np.uint8)
+        codes = codes + np.uint8(added) if added else codes  # wraps
         if self.values == "uint4":
             codes = codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
         num_rows, num_records = len(codes), planes.codes.shape[1] // span
         found = np.empty((num_rows, num_records, self.num_bytes(span)), np.uint8)
         at = codes.shape[1] // num_records if num_records else 0
         found[..., :at] = codes.reshape(num_rows, num_records, at)
-        for kind, grid in self._grids(planes):
-            if kind is None:
-                continue
-            assert grid is not None, self
-            dtype = _dtype(kind)
-            numbers = np.empty((num_rows, num_records), dtype)
+        for grid in self.numbers(planes):
+            numbers = np.empty((num_rows, num_records), grid.dtype)
             numbers[...] = _of_records(planes, grid, span)
-            found[..., at : at + dtype.itemsize] = numbers.view(np.uint8).reshape(num_rows, num_records, -1)
-            at += dtype.itemsize
+            found[..., at : at + grid.itemsize] = numbers.view(np.uint8).reshape(num_rows, num_records, -1)
+            at += grid.itemsize
         return found.reshape(num_rows, -1)
+
+    def pack_into(self, planes: Planes, span: int, result: np.ndarray) -> None:
+        """Write a box as rows of records; see ``pack``."""
+        result[...] = self.pack(planes, span)
+
+    def added(self, planes: Planes) -> int:
+        """Return what is added to the codes of planes, modulo 256: those of blocks have lost their zero."""
+        return self.zero if planes.zeros is None else 0
+
+    def numbers(self, planes: Planes) -> list[np.ndarray]:
+        """Return the numbers after the codes of records, in their types: grids like the planes' scales, in order."""
+        return [
+            grid.astype(_dtype(kind), copy=False) for kind, grid in self._grids(planes) if kind and grid is not None
+        ]
 
     def _grids(self, planes: Planes) -> list[tuple[str | None, np.ndarray | None]]:
         """Return the numbers after the codes, and their types, in order."""
         if self.factors is None:
-            return [(self.scales, planes.scales), (self.zeros, planes.zeros), (self.biases, planes.biases)]
-        own = planes.factored
-        assert own is not None and self.zeros is None, self
-        grids = [(self.scales, own.scales), (self.biases, own.biases), (self.factors, own.scale_factors)]
-        return grids if self.biases is None else [*grids, (self.factors, own.bias_factors)]
+            grids = [(self.scales, planes.scales), (self.zeros, planes.zeros), (self.biases, planes.biases)]
+        else:
+            own = planes.factored
+            assert own is not None and self.zeros is None, self
+            grids = [(self.scales, own.scales), (self.biases, own.biases), (self.factors, own.scale_factors)]
+            grids = grids if self.biases is None else [*grids, (self.factors, own.bias_factors)]
+        assert all(grid is not None for kind, grid in grids if kind), self
+        return grids
 
 
 def _dtype(kind: str) -> np.dtype:

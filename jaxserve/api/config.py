@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxserve.api.config_checks import check_settings, parse_length, parse_mesh
-from jaxserve.api.speculation import DEVICE_METHODS
+from jaxserve.api.speculation import DEVICE_METHODS, takes_in_blocks
 from jaxserve.api.vllm_arguments import SERVER_ONLY, log_ignored
 from jaxserve.api.vllm_engine_arguments import NO_EFFECT, REFUSED
 
@@ -44,6 +44,10 @@ class EngineConfig:
             "stored" keeps them in memory as they are in the file, "decoded" as floats of ``dtype``; "auto" (the
             default) keeps them where native CPU kernels multiply by them. ``activations``: "int8" rounds the rows that
             they multiply to 8 bits, in groups of the weight's; null (the default) only where the file's format does.
+            Of a float checkpoint, ``linear``, ``moe`` and ``head`` quantize the matrices of layers, those of experts
+            and the output head while they are loaded: by a method that ``quantization`` takes, or not (null). Without
+            a key, layers and experts follow ``quantization`` and the head stays. ``targets`` has methods of modules
+            by name, such as ``{"re:.*down_proj": "int8"}``, and ``ignore`` lists modules that stay floats.
         hf_overrides: Values that replace those of ``config.json``.
         generation_config: Source of default sampling parameters: ``auto`` reads the model's generation_config.json,
             ``vllm`` uses none, anything else is a directory with that file. ``max_new_tokens`` in such a directory also
@@ -109,12 +113,13 @@ class EngineConfig:
             its most likely tokens (``greedy``); with ``parallel_drafting: true`` it guesses all in one pass, for which
             it must have been trained (PARD). ``eagle`` and ``eagle3`` draft with an EAGLE or EAGLE-3 head
             (``model``), ``mtp`` with the model's own layer for multi-token prediction, all with
-            ``draft_sample_method``. Of these four, requests with structured outputs take what their grammar forces
-            alone. With ``deterministic``, completions are bit for bit those without drafts; otherwise drafts affect
-            them no more than other requests in a batch do. With every method, tokens that a grammar or a thinking
-            budget forces are drafts too; with ``grammar``, only these are. Each step verifies fewer drafts, or none,
-            where that is faster by measured times and acceptance; ``enable_adaptive_verification: false`` always
-            verifies all.
+            ``draft_sample_method``; ``parallel_drafting`` is also for EAGLE-3 heads that were trained for it (P-EAGLE).
+            ``dflash`` drafts with a DFlash head (``model``), a whole block in one pass. Of these five, requests with
+            structured outputs take what their grammar forces alone. With ``deterministic``, completions are bit for bit
+            those without drafts; otherwise drafts affect them no more than other requests in a batch do. With every
+            method, tokens that a grammar or a thinking budget forces are drafts too; with ``grammar``, only these are.
+            Each step verifies fewer drafts, or none, where that is faster by measured times and acceptance;
+            ``enable_adaptive_verification: false`` always verifies all.
         spec_method: Short for the key ``method`` of ``speculative_config``.
         spec_model: Short for its key ``model``.
         spec_tokens: Short for its key ``num_speculative_tokens``.
@@ -248,6 +253,14 @@ class EngineConfig:
         """Drafts that a model on the device makes per sequence and step; 0 without one."""
         is_on_device = self.speculative_config is not None and self.speculative_config["method"] in DEVICE_METHODS
         return self.num_speculative_tokens if is_on_device else 0
+
+    @property
+    def num_lookahead(self) -> int:
+        """Tokens after a row that a model on the device takes in; 0 without one."""
+        drafts = self.num_device_drafts
+        return drafts + (
+            drafts > 0 and self.speculative_config is not None and takes_in_blocks(self.speculative_config)
+        )
 
     @property
     def adapts_drafts(self) -> bool:

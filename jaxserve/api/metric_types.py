@@ -11,6 +11,7 @@ HELP = MappingProxyType(
         "num_requests_running": "Number of running sequences.",
         "num_requests_waiting": "Number of waiting sequences.",
         "kv_cache_usage_perc": "Fraction of the KV pages in use by running sequences; 1 is 100 percent.",
+        "prefix_cache_states": "Number of states of recurrent layers that the prefix cache keeps.",
         "num_preemptions": "Number of preemptions: a sequence lost its pages to another one.",
         "prompt_tokens": "Number of prompt tokens, counted when prefill is done.",
         "prompt_tokens_cached": "Number of those prompt tokens found in the prefix cache.",

@@ -62,8 +62,9 @@ class PrefixMetrics:
     """Those of the shared tokens that were computed again."""
     miss_reason: str | None = None
     """Why not all of the prompt but its last token was cached: `first_seen` (no cached prompt goes on like this one),
-    `no_checkpoint` (the state after the shared tokens is not kept), or `not_read` (the request may not use the cache);
-    None if all was."""
+    `no_checkpoint` (no state after the shared tokens was kept), `evicted` (what comes next, or its state, was dropped
+    for other requests), `new_salt` (no earlier request had the same salt), or `not_read` (the request may not use the
+    cache); None if all was."""
 
 
 @dataclass(slots=True, kw_only=True)

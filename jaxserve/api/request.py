@@ -46,6 +46,8 @@ class Request:
       add_special_tokens: Whether the tokenizer adds the model's special tokens to a text.
       turn: Whose turns it takes; a server sets it. Requests of different API keys are prepared and admitted in turns.
       stream_interval: Fewest tokens of a completion in a delta, except in its first and its last.
+      generation_prompt: End of `text` with which a chat template begins the answer; None if it is not known. States of
+          recurrent layers are kept before it, as the next turn may write it otherwise.
 
     Raises:
       RequestError: A wrong value; `SamplingParams` and `PoolingParams` have checked theirs.
@@ -64,6 +66,7 @@ class Request:
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool = True
     stream_interval: int = 1
+    generation_prompt: str | None = None
     turn: Turn = SHARED_TURN
 
     def __post_init__(self):

@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 
 MAX_DRAFTS = 64
-DEVICE_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
+DEVICE_METHODS = ("draft_model", "eagle", "eagle3", "dflash", "mtp")
 """Methods whose drafts a model makes on the device."""
 KEYS: Mapping[str, Key] = MappingProxyType(
     {
@@ -88,7 +88,8 @@ METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "parallel_drafting",
         ),
         "eagle": (*_COMMON, *_HEAD),
-        "eagle3": (*_COMMON, *_HEAD),
+        "eagle3": (*_COMMON, *_HEAD, "parallel_drafting"),
+        "dflash": (*_COMMON, *_HEAD),
         "mtp": (*_COMMON, "draft_tensor_parallel_size", "draft_sample_method"),
     }
 )
@@ -144,6 +145,11 @@ def check_speculation(values: Mapping[str, Any] | None, shortcuts: Mapping[str, 
     if least > most:
         raise ConfigError(f"{NAME}: prompt_lookup_min={least} must be at most prompt_lookup_max={most}")
     return given
+
+
+def takes_in_blocks(given: Mapping[str, Any]) -> bool:
+    """Return whether a model on the device takes in a mask token for each draft, besides the latest token."""
+    return given["method"] == "dflash"
 
 
 def _defaults(known: Iterable[str]) -> dict[str, Any]:

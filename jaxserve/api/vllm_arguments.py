@@ -29,7 +29,7 @@ class Argument(NamedTuple):
     accepted: tuple[Any, ...] | None = None
 
 
-ONE_HOST = "one host runs an engine"
+ONE_HOST = "`jaxserve serve` runs one engine over several hosts, other commands use this one"
 REPLICAS = "one process runs all replicas"
 
 SERVER_ONLY: Final[Mapping[str, Argument]] = MappingProxyType(
@@ -68,7 +68,6 @@ SERVE_NO_EFFECT: Final[Mapping[str, Argument]] = MappingProxyType(
 
 SERVE_REFUSED: Final[Mapping[str, Argument]] = MappingProxyType(
     {
-        "headless": Argument(ONE_HOST, False),
         "lora_modules": Argument("adapters are not implemented: merge them into the model", ()),
         "middleware": Argument("put a proxy before the server", ()),
         "ssl_ciphers": Argument("Python's defaults are used"),
@@ -105,6 +104,9 @@ SAME_SERVE: Final = tuple(
     "max_num_queued_tokens shutdown_timeout otlp_traces_endpoint".split()
 )
 """vLLM's arguments that are settings of the server."""
+
+SAME_GROUP: Final = ("nnodes", "node_rank", "master_addr", "master_port", "headless")
+"""vLLM's arguments that are settings of the processes of `jaxserve serve`."""
 
 RENAMED: Final[Mapping[str, str]] = MappingProxyType({"disable_uvicorn_access_log": "disable_access_log"})
 """vLLM's arguments that are settings of the server under another name."""

@@ -73,6 +73,8 @@ def _padding(slots: Slots, shape: BatchShape) -> np.ndarray:
             views[name][...] = slots.num_slots
         views["query_starts"][...] = shape.num_tokens
         views["pooled_from"][...] = shape.num_tokens
+        if shape.has_states:
+            views["snapshot_tokens"][...] = shape.num_tokens
         if shape.max_samples > 1:
             views["sample_rows"][...] = shape.num_rows
         start, stop, size, _ = shape.slot_params
@@ -102,12 +104,13 @@ def _num_equal(page_table: np.ndarray, rows: np.ndarray, num_full: int) -> int:
 
 
 def _fill_states(slots: Slots, views: dict[str, np.ndarray], plan: StepPlan, rows: np.ndarray) -> None:
-    """Set each row's state page, and the length and page of its snapshot, if it has one."""
+    """Set each row's state page, and after which tokens states are kept in which other pages."""
     pages = slots.state_pages[rows]
     assert len(np.unique(pages)) == len(pages), "two rows update the same state"
     views["state_pages"][: len(rows)] = pages
-    for row, num_tokens, page in plan.snapshots:
-        views["snapshot_lens"][row], views["snapshot_pages"][row] = num_tokens, page
+    for index, (row, num_tokens, page) in enumerate(plan.snapshots):
+        views["snapshot_tokens"][index] = views["query_starts"][row] + num_tokens - 1
+        views["snapshot_pages"][index] = page
 
 
 def _fill_targets(slots: Slots, views: dict[str, np.ndarray], plan: StepPlan, ends: np.ndarray) -> None:

@@ -29,7 +29,7 @@ class Buckets:
         draft_rows: Rows of each decode shape with drafts, ascending; none if empty: these steps run in mixed shapes.
         num_tables: Number of page tables per row.
         num_arguments: Logits processor arguments per row.
-        has_states: Whether rows have states of recurrent layers.
+        state_distance: As in ``BatchShape``.
     """
 
     decode_rows: tuple[int, ...]
@@ -42,7 +42,7 @@ class Buckets:
     draft_rows: tuple[int, ...] = ()
     num_tables: int = 1
     num_arguments: int = 0
-    has_states: bool = False
+    state_distance: int = 0
 
     @classmethod
     def make(
@@ -143,7 +143,7 @@ class Buckets:
             max_step_samples=self.max_step_samples if num_rows is None else None,
             num_arguments=self.num_arguments,
             num_tables=self.num_tables,
-            has_states=self.has_states,
+            state_distance=self.state_distance,
         )
 
 

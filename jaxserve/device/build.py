@@ -1,12 +1,11 @@
 """Plan an engine from its settings and the model's shapes, then load weights."""
 
 import dataclasses
-import importlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -19,6 +18,7 @@ from jaxserve.device.determinism import choose_row_tile
 from jaxserve.device.drafter_choice import plan_drafter
 from jaxserve.device.kernel_choice import choose_kernels, choose_step_truncation
 from jaxserve.device.layout_choice import choose_layout, choose_stages, count_stages, page_size_of
+from jaxserve.device.logits_processors import load_processors
 from jaxserve.device.memory import (
     MemoryNeeds,
     device_memory_bytes,
@@ -38,7 +38,6 @@ from jaxserve.models.abstract import check_tensor_size, outline
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.loading import find_model_directory, load_weights, read_model_config
 from jaxserve.models.output_head import choose_head
-from jaxserve.sampling.logits_processors import LogitsProcessor, argument_names
 from pallas_kernels.native_library import set_threads
 from sharding import (
     MeshShape,
@@ -46,38 +45,11 @@ from sharding import (
     data_slices,
     ensure_cpu_devices,
     make_mesh,
+    own_device,
     stage_slices,
 )
 from sharding.mesh import Device
-
-
-def load_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
-    """Resolve logits processors given as objects, as classes without arguments, or as ``module:name``.
-
-    Raises:
-        ConfigError: A name cannot be imported, or an object is not a ``LogitsProcessor``.
-    """
-    processors = []
-    for item in given:
-        processor = _import(item) if isinstance(item, str) else item
-        if isinstance(processor, type):
-            processor = processor()
-        if not isinstance(processor, LogitsProcessor) or not isinstance(processor.arguments, Mapping):
-            raise ConfigError(
-                f"logits_processors: expected a LogitsProcessor (callable, with a mapping `arguments`), got {item!r}"
-            )
-        processors.append(processor)
-    argument_names(processors)
-    return tuple(processors)
-
-
-def _import(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"logits_processors: cannot import {name!r} (expected 'module:name'): {error}") from error
-
+from sharding.processes import ALONE, Processes
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +116,13 @@ def find_model(config: EngineConfig) -> Path:
     return find_model_directory(config.model, config.revision, config.download_dir, config.hf_token, config.load_format)
 
 
-def plan_engine(config: EngineConfig, model: ModelConfig | None = None) -> EnginePlan:
+def plan_engine(config: EngineConfig, model: ModelConfig | None = None, processes: Processes = ALONE) -> EnginePlan:
     """Plan an engine.
 
     Args:
         config: Settings of the engine.
         model: Configuration of the model if it is known; None reads it from the checkpoint.
+        processes: The processes that have its devices, each as many.
 
     Raises:
         ConfigError: A setting is not valid for the model or the devices.
@@ -163,12 +136,14 @@ def plan_engine(config: EngineConfig, model: ModelConfig | None = None) -> Engin
     if config.num_threads is not None:
         set_threads(config.num_threads)
     mesh_shape, layout = mesh_shape_of(config, model), choose_layout(config, model)
-    ensure_cpu_devices(mesh_shape.num_devices)
-    meshes = [stage for slice_ in data_slices(make_mesh(mesh_shape)) for stage in stage_slices(slice_)]
-    stages = plan_stages(config, model, layout, meshes[0], find_forms(config, model, directory))
+    ensure_cpu_devices(processes.devices_of_each(mesh_shape))
+    mesh = make_mesh(mesh_shape)
+    processes.check(mesh)
+    meshes = [stage for slice_ in data_slices(mesh) for stage in stage_slices(slice_)]
+    num_devices = processes.num_on_host * processes.devices_of_each(mesh_shape)
+    stages = plan_stages(config, model, layout, meshes[0], find_forms(config, model, directory), num_devices)
     models, module, num_stages = stages.models, stages.module, mesh_shape.stage
-    device, num_devices = stages.device, mesh_shape.num_devices
-    needs, num_pages = fit_to_memory(config, stages.needs, device, num_devices)
+    needs, num_pages = fit_to_memory(config, stages.needs, stages.device, num_devices)
     return EnginePlan(
         directory=directory,
         config=model,
@@ -219,12 +194,17 @@ class PlannedStages(NamedTuple):
 
     @property
     def device(self) -> Device:
-        """A device of the first stage."""
-        return self.models[0].mesh.devices.flat[0]
+        """A device of the first stage, of this process if any is."""
+        return own_device(self.models[0].mesh)
 
 
 def plan_stages(
-    config: EngineConfig, model: ModelConfig, layout: ShardingLayout, first: Mesh, forms: WeightForms = DECODED
+    config: EngineConfig,
+    model: ModelConfig,
+    layout: ShardingLayout,
+    first: Mesh,
+    forms: WeightForms = DECODED,
+    devices_of_host: int | None = None,
 ) -> PlannedStages:
     """Plan the stages of a model; needs no devices, only their platform, kind and memory.
 
@@ -234,6 +214,7 @@ def plan_stages(
         layout: Sharding layout.
         first: Mesh of the first stage.
         forms: The quantized weights of its checkpoint.
+        devices_of_host: Devices of the mesh, stages and slices included, on this host; None: all of them.
 
     Raises:
         ConfigError: A setting is not valid for the model or the devices.
@@ -243,7 +224,7 @@ def plan_stages(
             f"speculative_config needs a model that generates; {model.architecture} runs without its output head here: "
             "remove speculative_config"
         )
-    device, num_stages = first.devices.flat[0], count_stages(config, model)
+    device, num_stages = own_device(first), count_stages(config, model)
     sizes = {"tensor": config.tensor_parallel_size, "expert": config.expert_parallel_size}
     check_tensor_size(
         model, Parallel.from_layout(layout, sizes["tensor"], sizes.get(layout.mesh_axis("experts") or ""))
@@ -292,7 +273,7 @@ def plan_stages(
     samples = 1 + config.num_speculative_tokens
     step_samples = most_samples(sharded, max_num_batched_tokens, samples, num_stages)
     needs = [memory_needs(stage, max_num_batched_tokens, samples, step_samples) for stage in models]
-    needs = with_checkpoints(config, needs, device, mesh_shape_of(config, model).num_devices)
+    needs = with_checkpoints(config, needs, device, devices_of_host or mesh_shape_of(config, model).num_devices)
     return PlannedStages(models, needs, module, max_num_batched_tokens, samples, step_samples)
 
 

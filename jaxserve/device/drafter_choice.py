@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
+from jaxserve.api.quantization import without_rules
 from jaxserve.device.kernel_choice import choose_kernels
 from jaxserve.device.sharded_model import Drafter, ShardedModel
 from jaxserve.device.weight_choice import find_forms
@@ -15,12 +16,13 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.weight_forms import DECODED
 from jaxserve.models.abstract import AbstractModel, check_tensor_size, outline
+from jaxserve.models.drafters.dflash import DFlashConfig
 from jaxserve.models.drafters.source import find_head
 from jaxserve.models.loading import check_weights, find_model_directory, read_model_config, read_model_fields
 
 logger = logging.getLogger(__name__)
 _MASK_TOKENS: Final = ("pard_token", "mask_token_id", "ptd_token_id")
-"""Keys of the config.json of draft models that guess several tokens in one pass."""
+"""Keys of the config.json of draft models and heads that guess several tokens in one pass."""
 
 
 def plan_drafter(config: EngineConfig, sharded: ShardedModel) -> Drafter | None:
@@ -47,11 +49,15 @@ def plan_drafter(config: EngineConfig, sharded: ShardedModel) -> Drafter | None:
         head, model = None, _read_draft_model(config, name, directory, sharded)
         mask_token = _read_mask_token(name, directory, model) if settings["parallel_drafting"] else None
         specs = tuple(attended(outline(model, Scope(parallel=sharded.parallel)).kv_specs))
-        own["quantization"] = None
+        own |= {"quantization": None, "quantization_config": without_rules(config.quantization_config)}
         forms = find_forms(dataclasses.replace(config, **own), model, directory)
     else:
-        head = find_head(method, directory, sharded.config, config.load_format)
+        in_one_pass = settings.get("parallel_drafting", False)
+        head = find_head(method, directory, sharded.config, config.load_format, in_one_pass)
         model, own["dtype"] = head.config, sharded.policy.weights
+        if head.in_one_pass:
+            own_mask = model.mask_token if isinstance(model, DFlashConfig) else None
+            mask_token = _read_mask_token(name, directory, model) if own_mask is None else own_mask
         specs, forms = head.outline(Scope(parallel=sharded.parallel)).kv_specs, DECODED
     policy, kernel = choose_kernels(
         dataclasses.replace(config, **own),
@@ -112,13 +118,13 @@ def _read_draft_model(config: EngineConfig, name: str, directory: Path, sharded:
 
 
 def _read_mask_token(name: str, directory: Path, model: ModelConfig) -> int:
-    """Return the token of a draft model that stands for those to come."""
+    """Return the token of a draft model or head that stands for those to come."""
     fields, path = read_model_fields(directory)
     key = next((each for each in _MASK_TOKENS if fields.get(each) is not None), None)
     if key is None:
         raise ConfigError(
             f"speculative_config.parallel_drafting: {name} drafts one token in a pass, as {path} has none of "
-            f"{', '.join(_MASK_TOKENS)}; use a draft model that was trained for it (PARD), or leave the key out"
+            f"{', '.join(_MASK_TOKENS)}; use one that was trained for it (PARD, P-EAGLE), or leave the key out"
         )
     found = fields[key]
     if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < model.vocab_size:

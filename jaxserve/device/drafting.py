@@ -2,7 +2,7 @@
 
 The draft model takes in every token that the model took in and kept during the step, and the sampled ones, so that its
 keys and values are in the same pages at the same positions, whatever happened to a context before. Each further draft
-takes a pass over one token per row, unless the draft model guesses all in one (``parallel_drafting``). The host says
+takes a pass over one token per row, unless the drafter guesses all in one (``parallel_drafting``). The host says
 how many drafts the next rows want. Drafts stay on the device (``LatestTokens.drafts``), where the slot's next row reads
 them.
 """
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxserve.device.block_drafting import BlockTokens, take_in_block
 from jaxserve.device.draft_inputs import DraftInputs, StepTokens
 from jaxserve.device.draft_rows import DraftRows, DraftTokens
 from jaxserve.device.handed_over import abstract_hidden
@@ -28,7 +29,8 @@ from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import AttentionSettings, Pools
 from jaxserve.layers.rows import map_rows
 from jaxserve.models.causal_lm import CausalLM, TokenBatch
-from jaxserve.models.drafters.draft_head import DraftHead
+from jaxserve.models.drafters.dflash import DFlashHead
+from jaxserve.models.drafters.draft_head import ChainHead, DraftHead
 from jaxserve.sampling.penalties import SamplerInputs
 from jaxserve.sampling.sampler import VARIANTS, sample_plainly
 from jaxserve.sampling.verification import NOWHERE
@@ -98,24 +100,30 @@ def draft(
     rows, num_drafts = DraftRows.of(fields, latest, sharded, drafter), fields["num_drafts"]
     first, seen = len(sharded.own_pools()), None
     run = _Run.of(sharded, arrays, rows, fields["variant"] if variant == "any" else jnp.int32(VARIANTS.index(variant)))
-    tokens = _tokens(fields, rows, shape, drafter, latest.drafts.shape[1])
-    if states is not None:
-        own = run.seen(given, jnp.where(rows.is_used, fields["query_lens"], 0).sum())
-        kept = run.kept(states, own, fields)
-        seen, states = _Seen(own, run.before(states._replace(pages=kept.pages), fields)), kept
-    hidden, drafted_pools = run.take_in(fields, pools[first:], shape, tokens, seen)
-    filled = jnp.zeros((latest.drafts.shape[1], shape.num_rows), jnp.int32)
+    most_drafts, num_query = latest.drafts.shape[1], jnp.where(rows.is_used, fields["query_lens"], 0).sum()
+    if isinstance(run.model, DFlashHead):
+        own, begin = run.seen(given, num_query), 1 + jnp.arange(shape.num_rows, dtype=jnp.int32) * (1 + num_drafts)
+        hidden, drafted_pools = run.take_in_block(fields, pools[first:], num_drafts, most_drafts, own)
+    else:
+        tokens = _tokens(fields, rows, shape, drafter, most_drafts)
+        if states is not None:
+            own = run.seen(given, num_query)
+            kept = run.kept(states, own, fields)
+            seen, states = _Seen(own, run.before(states._replace(pages=kept.pages), fields)), kept
+        hidden, drafted_pools = run.take_in(fields, pools[first:], shape, tokens, seen)
+        begin = tokens.sampled
+    filled = jnp.zeros((most_drafts, shape.num_rows), jnp.int32)
 
     def at_round(i: Int[Array, ""]) -> _Run:
         return _Run.of(sharded, _for_round(sharded, drafter, arrays, i), rows, run.variant)
 
     if drafter.mask_token is None:
-        taken = _Taken(drafted_pools, hidden.at[tokens.sampled].get(mode="clip"))
+        taken = _Taken(drafted_pools, hidden.at[begin].get(mode="clip"))
         drafted_pools, filled = _draft_in_turn(taken, filled, num_drafts, at_round)
     else:
         most = shape.sampler.num_samples
         filled = sample_at_masks(
-            hidden, tokens, rows, num_drafts, filled, most, lambda i, *given: at_round(i).sampled(*given)
+            hidden, begin, rows, num_drafts, filled, most, lambda i, *given: at_round(i).sampled(*given)
         )
     slots = jnp.where(rows.samples, fields["sampled_slots"], sharded.num_slots)
     latest = latest._replace(drafts=latest.drafts.at[slots].set(filled.T, mode="drop"))
@@ -178,10 +186,12 @@ class _Seen(NamedTuple):
     own: Float[Array, "T D"]
     first: Float[Array, "R D"]
 
-    def before(self, moved_to: Int[Array, " T"], begins: Int[Array, " R"], num_tokens: int) -> Float[Array, "tokens D"]:
-        """Return the state before each of ``num_tokens`` tokens: the step's are moved to ``moved_to``, and each row
-        begins at ``begins``."""
-        empty = jnp.zeros((num_tokens, self.own.shape[1]), self.own.dtype)
+    def before(self, tokens: DraftTokens, mask: Float[Array, " D"] | None) -> Float[Array, "tokens D"]:
+        """Return the state before each token that the drafter takes in; ``mask`` before mask tokens."""
+        shape, moved_to, begins = (len(tokens.tokens), self.own.shape[1]), tokens.moved_to, tokens.begins
+        empty = (
+            jnp.zeros(shape, self.own.dtype) if mask is None else jnp.broadcast_to(mask.astype(self.own.dtype), shape)
+        )
         return empty.at[moved_to + 1].set(self.own, mode="drop").at[begins].set(self.first, mode="drop")
 
 
@@ -268,8 +278,32 @@ class _Run(NamedTuple):
             given = {"positions": tokens.positions, "token_rows": tokens.row_of}
             batch = row_of_each_token(batch | given, tokens.row_of < shape.num_rows)
         places = self._places(tokens.positions, tokens.row_of, rows.page_table)
-        before = None if seen is None else seen.before(tokens.moved_to, tokens.begins, len(tokens.tokens))
+        before = None
+        if seen is not None:
+            assert isinstance(self.model, ChainHead) and self.target is not None
+            before = seen.before(tokens, self.model.mask_state(self.target))
         return self._through(tokens.tokens, tokens.positions, tokens.row_of, batch, places, pools, splits, before)
+
+    def take_in_block(
+        self,
+        fields: Mapping[str, Array],
+        pools: tuple[Pools, ...],
+        num_drafts: Int[Array, ""],
+        most_drafts: int,
+        states: Float[Array, "T D"],
+    ) -> tuple[Float[Array, "N D"], tuple[Pools, ...]]:
+        """Take in the tokens of a step, whose states are given, and a block after each row; return the hidden states of
+        the blocks and the pools."""
+        rows, sharded, mask_token = self.rows, self.drafter.sharded, self.drafter.mask_token
+        assert isinstance(self.model, DFlashHead) and self.target is not None and mask_token is not None
+        block = BlockTokens.of(rows, num_drafts, most_drafts, mask_token, sharded.page_size, sharded.num_pages)
+        context = DraftTokens.of(fields, rows, len(states), 0)
+        places = (
+            self._places(block.positions, jnp.where(block.is_used, block.row, len(rows.position)), rows.page_table),
+            self._places(context.positions, context.row_of, rows.page_table),
+        )
+        settings = self._settings(decode_only=True)
+        return take_in_block(self.model, self.target, rows, block, context, states, places, pools, settings)
 
     def go_on(self, taken: _Taken, drafts: Int[Array, " R"], count: Int[Array, ""]) -> _Taken:
         """Take in the latest draft of each row, which is ``count`` tokens after its sampled one."""
@@ -283,8 +317,9 @@ class _Run(NamedTuple):
             "num_rows": rows.num_used,
         }
         places = self._places(positions, jnp.where(rows.samples, row, len(row)), rows.page_table)
-        state = None if isinstance(self.model, CausalLM) else self.model.next_state(taken.hidden)
-        state = None if state is None else state.astype(taken.hidden.dtype)
+        state = None
+        if isinstance(self.model, ChainHead):
+            state = self.model.next_state(taken.hidden).astype(taken.hidden.dtype)
         hidden, pools = self._through(drafts, positions, row, batch, places, taken.pools, True, state)
         return _Taken(pools, hidden)
 
@@ -299,6 +334,19 @@ class _Run(NamedTuple):
         pages = page_table.at[places.rows, places.pages].get(mode="fill", fill_value=sharded.num_pages)
         return jnp.where(pages < sharded.num_pages, pages, sharded.num_pages + 1), places.offsets
 
+    def _settings(self, decode_only: bool) -> AttentionSettings:
+        sharded = self.drafter.sharded
+        return AttentionSettings(
+            sharded.kernel,
+            sharded.own_page_size,
+            decode_only,
+            sharded.layer_tile,
+            sharded.kv_layout.layer_indices,
+            sharded.layout.rows_axis,
+            False,
+            sharded.row_tile,
+        )
+
     def _through(
         self,
         tokens: Int[Array, " T"],
@@ -312,7 +360,6 @@ class _Run(NamedTuple):
     ) -> tuple[Float[Array, "T D"], tuple[Pools, ...]]:
         """Return the hidden states of tokens, and the pools with their entries; a draft head reads the state before
         each."""
-        sharded = self.drafter.sharded
         attention = AttentionBatch(
             page_table=batch["page_tables"][0],
             context_lens=batch["context_lens"],
@@ -323,22 +370,13 @@ class _Run(NamedTuple):
             token_offsets=places[1],
             num_shared_pages=jnp.int32(0),
         )
-        settings = AttentionSettings(
-            sharded.kernel,
-            sharded.own_page_size,
-            decode_only,
-            sharded.layer_tile,
-            sharded.kv_layout.layer_indices,
-            sharded.layout.rows_axis,
-            False,
-            sharded.row_tile,
-        )
+        settings = self._settings(decode_only)
         lengths = self.rows.limits.at[rows].get(mode="fill", fill_value=0)
         own = TokenBatch(tokens, positions, lengths, (attention,))
         if isinstance(self.model, CausalLM):
             found = self.model.hidden(own, pools, settings)
         else:
-            assert self.target is not None and before is not None
+            assert isinstance(self.model, ChainHead) and self.target is not None and before is not None
             found = self.model.hidden(self.model.embedded(self.target, tokens), before, own, pools, settings)
         return found.x, tuple(found.pools)
 

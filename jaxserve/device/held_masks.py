@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxserve.device.slots import MaskedSample
+from sharding import put
 
 LaneMasks = Sequence[Sequence[MaskedSample]]
 """The masked samples of each lane."""
@@ -40,7 +41,7 @@ class HeldMasks:
         if array is None or num_samples != self._num_samples or not _are_equal(masked, self._masked):
             self._num_samples, self._masked, array = num_samples, masked, make()
         elif isinstance(array, np.ndarray):
-            array = jax.device_put(array, self._sharding)
+            array = put(array, self._sharding)
         self._array = array
         return array
 

@@ -1,8 +1,8 @@
-"""Drafting in one pass (PARD, arXiv:2504.18583): mask tokens after the sampled one stand for the tokens to come.
+"""Drafting in one pass (PARD, arXiv:2504.18583; P-EAGLE): mask tokens after the sampled one stand for those to come.
 
-The draft model has learned to guess, at each mask token, the token after those that the mask tokens up to it stand for.
-So it is read once for all drafts of a row. What mask tokens leave in its pages is overwritten by the next step, which
-takes in the tokens that are there then.
+The draft model or head has learned to guess, at each mask token, the token after those that the mask tokens up to it
+stand for. So it is read once for all drafts of a row. What mask tokens leave in its pages is overwritten by the next
+step, which takes in the tokens that are there then.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.device.draft_rows import DraftRows, DraftTokens
+from jaxserve.device.draft_rows import DraftRows
 from jaxserve.sampling.penalties import SamplerInputs
 
 Sample = Callable[[Int[Array, ""], Float[Array, "N D"], SamplerInputs, Int[Array, ""]], Int[Array, " N"]]
@@ -21,18 +21,18 @@ Sample = Callable[[Int[Array, ""], Float[Array, "N D"], SamplerInputs, Int[Array
 
 def sample_at_masks(
     hidden: Float[Array, "T D"],
-    tokens: DraftTokens,
+    first: Int[Array, " R"],
     rows: DraftRows,
     num_drafts: Int[Array, ""],
     empty: Int[Array, "drafts R"],
     most_samples: int,
     sample: Sample,
 ) -> Int[Array, "drafts R"]:
-    """Return the drafts of each row: the tokens after its sampled one and after the mask tokens that follow it.
+    """Return the drafts of each row, whose hidden states follow each other.
 
     Args:
         hidden: Hidden states of the tokens that the drafter has taken in.
-        tokens: These tokens.
+        first: Index of the first of each row after which, or instead of which, a draft is sampled; others follow it.
         rows: The rows.
         num_drafts: Number of drafts of each row.
         empty: What other drafts are.
@@ -48,7 +48,7 @@ def sample_at_masks(
         row, count = index // per_row, index % per_row
         inputs: SamplerInputs = jax.tree.map(lambda values: values.at[row].get(mode="clip"), rows.inputs)
         inputs = inputs._replace(positions=rows.position.at[row].get(mode="clip") + count + 1)
-        places = tokens.sampled.at[row].get(mode="clip") + count
+        places = first.at[row].get(mode="clip") + count
         found = sample(i, hidden.at[places].get(mode="clip"), inputs, jnp.clip(num_all - i * size, 0, size))
         return filled.at[jnp.where(index < num_all, count, most_drafts), row].set(found, mode="drop")
 

@@ -18,6 +18,7 @@ from jaxserve.device.step_batch import BatchShape, LatestTokens
 from jaxserve.device.structs import shardings
 from jaxserve.scheduling.plan import ON_DEVICE, StepPlan
 from jaxserve.scheduling.row_starts import as_array
+from sharding import hand_over
 
 
 class _Returned(NamedTuple):
@@ -64,7 +65,7 @@ class Pipeline:
         for stage, latest, sharding in zip(self._earlier, returned.latest, self._next, strict=True):
             output = stage.run_layers(shape, latest, buffer, *hidden)
             given = [output.hidden, *([] if output.aux is None else [output.aux])]
-            hidden = [jax.device_put(each, sharding) for each in given]
+            hidden = [hand_over(each, sharding) for each in given]
             if output.expert_tokens is not None:
                 expert_tokens.append(output.expert_tokens)
         return hidden, expert_tokens
@@ -78,7 +79,7 @@ class Pipeline:
 
     def _sent(self, step: int, latest: LatestTokens) -> _Returned:
         """Copy the latest tokens after a step to each stage; equal shardings make the copies asynchronous."""
-        return _Returned(step, [jax.device_put(latest, sharding) for sharding in self._latest])
+        return _Returned(step, [hand_over(latest, sharding) for sharding in self._latest])
 
     def _needed(self, plans: Sequence[StepPlan]) -> _Returned:
         """Return the latest tokens after the earliest step that has those that the plans read, drafts included."""

@@ -24,6 +24,7 @@ from jaxserve.layers.attention import Pools
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS
 from jaxserve.scheduling.plan import ON_DEVICE, ChunkTargets, PageCopy, PageGrant, Sampling, SlotSetup, StepPlan
 from jaxserve.scheduling.row_starts import as_array
+from sharding import is_shared, on_all, put
 
 
 class PendingStep(NamedTuple):
@@ -124,8 +125,9 @@ class LocalRunner:
         self._last = stages[-1]
         self._forget_steps()
         model, shapes = self._last.model, self._last.buckets.shapes()
+        self._on_all = on_all(model.mesh) if model.num_lanes > 1 and is_shared(model.mesh) else None
         self._open_masks = {
-            samples: jax.device_put(np.full((model.num_lanes * samples, words), -1, np.int32), model.rows_sharding)
+            samples: put(np.full((model.num_lanes * samples, words), -1, np.int32), model.rows_sharding)
             for samples, words in {model.mask_shape(shape.sampler.num_samples) for shape in shapes}
         }
 
@@ -153,10 +155,15 @@ class LocalRunner:
             output = output._replace(logprobs=None)
         if not any(pooling.is_last for plan in plans for pooling in plan.pooling):
             output = output._replace(sums=None)
+        output = self._readable(output)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
         errors = [slots.errors(plan) for slots, plan in zip(self._lanes, plans, strict=True)]
         self._launched.append(PendingStep(output, plans, errors))
+
+    def _readable(self, output: StepOutput) -> StepOutput:
+        """Return outputs that this process can read: where others have some lanes, their parts are gathered."""
+        return output if self._on_all is None else jax.tree.map(self._on_all, output)
 
     def _run_last(self, inputs: StepInputs, *hidden: jax.Array) -> StepOutput:
         """Launch a step of the last stage, or of the only one."""
@@ -280,7 +287,7 @@ class LocalRunner:
             buffer = _joined([batch.build(slots, plan, shape, *sizes) for slots, plan in lanes])
             hidden = () if self._pipeline is None else self._pipeline.run(plans, shape, buffer)[0]
             outputs = step(last.params, last.state, buffer, self._open_masks[shape.sampler.num_samples], *hidden)
-            last.state, _ = jax.block_until_ready(outputs)
+            last.state, _ = jax.block_until_ready((outputs[0], self._readable(outputs[1])))
             if self._pipeline is not None:
                 self._pipeline.send_back(plans, last.state.latest)
         return_freed_memory()

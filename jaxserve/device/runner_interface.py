@@ -46,6 +46,10 @@ class Runner(Protocol):
     both can be serialized and sent to another process. Not thread-safe.
     """
 
+    def warm_up(self) -> None:
+        """Run every program once and wait for it; call it before the first step."""
+        ...
+
     def launch(self, plans: Sequence[StepPlan]) -> None:
         """Launch a step of one plan per lane, without waiting for it. Steps run in launch order."""
         ...

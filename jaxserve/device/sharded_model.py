@@ -183,9 +183,9 @@ class ShardedModel:
         return tuple(self.abstract_model.state_specs[layer] for layer in self.layers)
 
     @property
-    def has_states(self) -> bool:
-        """Whether the whole model has recurrent layers."""
-        return any(self.abstract_model.state_specs)
+    def state_distance(self) -> int:
+        """Fewest tokens between kept states, a page, if the whole model has recurrent layers; else 0."""
+        return self.page_size if any(self.abstract_model.state_specs) else 0
 
     @property
     def own_page_size(self) -> int:
@@ -293,7 +293,7 @@ class ShardedModel:
 
     def abstract_states(self) -> HeadStates | None:
         """Return shapes and shardings of what a draft head keeps; None without one."""
-        if self.drafter is None or self.drafter.sharded.head is None:
+        if self.drafter is None or (head := self.drafter.sharded.head) is None or head.drafts_blocks:
             return None
         sizes, width = (self.num_slots, self.num_pages), self.drafter.sharded.config.hidden_size
         dtype = self.policy.activations_dtype

@@ -98,7 +98,8 @@ class Stage:
 
     def __init__(self, model: ShardedModel, buckets: Buckets, platform: str | None = None):
         self.model = model
-        self.buckets = dataclasses.replace(buckets, num_arguments=len(model.arguments), has_states=model.has_states)
+        given = {"num_arguments": len(model.arguments), "state_distance": model.state_distance}
+        self.buckets = dataclasses.replace(buckets, **given)
         self.platform = platform or model.mesh.devices.flat[0].platform
         if model.is_last:
             self.keys = step_keys(self.buckets, self.platform, model.is_always_full)

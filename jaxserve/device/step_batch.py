@@ -43,7 +43,8 @@ class BatchShape:
         max_step_samples: Most samples of all rows; None for as many as rows and tokens allow.
         num_arguments: Logits processor arguments per row.
         num_tables: Number of page tables per row.
-        has_states: Whether rows have states of recurrent layers.
+        state_distance: Fewest tokens between states that are kept for their distance from others, where rows have
+            states of recurrent layers; 0: they have none.
     """
 
     num_tokens: int
@@ -55,7 +56,19 @@ class BatchShape:
     max_step_samples: int | None = None
     num_arguments: int = 0
     num_tables: int = 1
-    has_states: bool = False
+    state_distance: int = 0
+
+    @property
+    def has_states(self) -> bool:
+        """Whether rows have states of recurrent layers."""
+        return self.state_distance > 0
+
+    @property
+    def num_snapshots(self) -> int:
+        """Most states that are kept from within rows: those by distance, and three of each row for other reasons."""
+        if not self.has_states:
+            return 0
+        return min(self.num_tokens, self.num_tokens // self.state_distance + 4 * self.num_rows)
 
     @functools.cached_property
     def fields(self) -> dict[str, Field]:
@@ -70,7 +83,8 @@ class BatchShape:
             **dict.fromkeys(("pooled_from", "carried_slots"), (0,) if self.decode_only else rows),
             "num_shared_pages": (self.num_tables,),
             **dict.fromkeys(("num_target_tokens", "num_drafts"), scalar),
-            **(dict.fromkeys(("state_pages", "snapshot_lens", "snapshot_pages"), rows) if self.has_states else {}),
+            **({"state_pages": rows} if self.has_states else {}),
+            **dict.fromkeys(("snapshot_tokens", "snapshot_pages") if self.has_states else (), (self.num_snapshots,)),
             **self.sampler.shapes,
         }
         return lay_out(shapes)
@@ -234,7 +248,7 @@ def _state_rows(arrays: Mapping[str, Array], starts: Int[Array, " R"]) -> StateR
         lens=arrays["query_lens"],
         are_new=starts == 0,
         pages=arrays["state_pages"],
-        snapshot_lens=arrays["snapshot_lens"],
+        snapshot_tokens=arrays["snapshot_tokens"],
         snapshot_pages=arrays["snapshot_pages"],
     )
 

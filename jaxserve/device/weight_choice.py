@@ -10,7 +10,7 @@ from jaxserve.api.quantization import check_quantization
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import DtypePolicy
 from jaxserve.layers.weight_forms import DECODED, WeightForms
-from jaxserve.models.loading import on_load_method
+from jaxserve.models.quantized_parts import rules_of
 from jaxserve.models.stored_forms import read_forms
 from pallas_kernels.registry import load
 from sharding.mesh import Device
@@ -20,21 +20,23 @@ logger = logging.getLogger(__name__)
 
 def find_forms(config: EngineConfig, model: ModelConfig, directory: Path) -> WeightForms:
     """Return the quantized weights of a model's checkpoint; none if the settings say that they are decoded."""
-    settings, method = check_quantization(config.quantization_config), on_load_method(config.quantization, directory)
-    if settings["weights"] == "decoded":
-        if method is not None:
+    settings = check_quantization(config.quantization_config)
+    rules = rules_of(settings, config.quantization, directory)
+    if settings.weights == "decoded":
+        if rules is not None:
+            how = f"quantization={config.quantization!r}" if config.quantization else "quantization_config"
             raise ConfigError(
-                f"quantization={config.quantization!r} quantizes weights while they are loaded, and "
-                "quantization_config={'weights': 'decoded'} says that none stay so; leave one of both out"
+                f"{how} quantizes weights while they are loaded, and quantization_config={{'weights': 'decoded'}} says "
+                "that none stay so; leave one of both out"
             )
         return DECODED
-    activations = None if settings["activations"] is None else "group"
-    return read_forms(model, directory, config.load_format, activations, method)
+    activations = None if settings.activations is None else "group"
+    return read_forms(model, directory, config.load_format, activations, rules)
 
 
 def with_forms(policy: DtypePolicy, config: EngineConfig, device: Device, forms: WeightForms) -> DtypePolicy:
     """Return the policy with the quantized weights that stay so, and the implementation that multiplies by them."""
-    where = check_quantization(config.quantization_config)["weights"]
+    where = check_quantization(config.quantization_config).weights
     if not forms or where == "decoded":
         return policy
     reasons = [f"matrix multiplication is by {policy.linear}"]
@@ -48,9 +50,9 @@ def with_forms(policy: DtypePolicy, config: EngineConfig, device: Device, forms:
             return dataclasses.replace(policy, forms=forms, quantized="native")
     if forms.activations is not None and where == "auto" and policy.linear == "native":
         raise ConfigError(f"quantization_config.activations: native kernels cannot round these rows: {reasons[0]}")
-    if config.kernels == "native" and (where == "stored" or forms.method is not None):
+    if config.kernels == "native" and (where == "stored" or forms.methods):
         raise ConfigError(f"kernels='native' cannot multiply by the checkpoint's quantized weights: {reasons[0]}")
-    if where == "auto" and forms.method is None:
+    if where == "auto" and not forms.methods:
         logger.info("Quantized weights (%s) are decoded: no native kernels for them (%s)", forms, reasons[0])
         return policy
     logger.info("Quantized weights (%s) stay as they are: XLA decodes them in every step, which is slow", forms)

@@ -25,6 +25,7 @@ from jaxserve.structured_output.grammar_constraint import DeferredConstraint, Gr
 from jaxserve.structured_output.grammars import GrammarCompiler
 from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, find_reasoning, open_section
 from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.generation_prompt import count_generation_tokens
 from jaxserve.text.text_offsets import TextOffsets, prompt_offsets
 from jaxserve.text.token_pieces import TokenPieces
 from jaxserve.text.tokenizer import Tokenizer
@@ -211,6 +212,7 @@ class Admission:
             bad_ids=[word[0] for word in bad_words if len(word) == 1],
         )
         seed = default_seed if params.seed is None else params.seed
+        num_generation_tokens = self._num_generation_tokens(request, prompt)
         samples: list[Sample] = []
         pieces = None if tokenizer is None else tokenizer.pieces(params.skip_special_tokens)
         for index, constraint in enumerate(constraints):
@@ -228,6 +230,7 @@ class Admission:
                 reads_cache=params.reads_prefix_cache or (index > 0 and params.skip_reading_prefix_cache is None),
                 constraint=constraint,
                 stop_strings=detokenizer if params.stop_strings else None,
+                num_generation_tokens=num_generation_tokens,
             )
             samples.append(Sample(sequence, detokenizer, draft_report=self.limits.draft_report))
             if params.logprobs is not None or params.logprob_token_ids:
@@ -249,6 +252,12 @@ class Admission:
             message = f"bad_words must consist of the model's tokens, 0 to {self.limits.vocab_size - 1}; got {texts}"
             raise RequestError(message, parameter="bad_words", value=words)
         return found
+
+    def _num_generation_tokens(self, request: Request, token_ids: list[int]) -> int:
+        """Return how many tokens of a rendered prompt begin the answer; -1 if that is not known."""
+        if self.tokenizer is None or request.text is None or request.generation_prompt is None:
+            return -1
+        return count_generation_tokens(self.tokenizer.encode, request.text, token_ids, request.generation_prompt)
 
     def _token_ids(self, request: Request) -> list[int]:
         if request.token_ids is not None:

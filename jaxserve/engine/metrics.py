@@ -138,6 +138,7 @@ class EngineMetrics:
             "num_requests_running": sum(len(scheduler.running) for scheduler in schedulers),
             "num_requests_waiting": sum(len(scheduler.waiting) for scheduler in schedulers),
             "kv_cache_usage_perc": usage,
+            "prefix_cache_states": sum(scheduler.pages.num_states for scheduler in schedulers),
         }
         counters = {
             "num_preemptions": sum(scheduler.num_preemptions for scheduler in schedulers),

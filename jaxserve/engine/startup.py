@@ -1,28 +1,22 @@
 """Start an engine from its settings, and report the time and memory it takes."""
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import logging
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
-
-import jax
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.draft_metrics import DraftReport
-from jaxserve.api.errors import MemoryPlanError, RequestError
+from jaxserve.api.errors import RequestError
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.device.build import EnginePlan, load_params, plan_engine
+from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.device.compiling import use_compilation_cache
 from jaxserve.device.drafter_choice import check_drafter
 from jaxserve.device.memory import STEPS_IN_FLIGHT, MemoryLedger, device_memory_bytes, resident_bytes, usable_fraction
-from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
-from jaxserve.device.stage import Stage, num_programs
-from jaxserve.device.step_state import StepState
+from jaxserve.device.stage import num_programs
+from jaxserve.device.start import make_runners, warm_up_runners
 from jaxserve.engine.admission import Admission
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.expert_load import ExpertLoad
@@ -38,6 +32,8 @@ from jaxserve.engine.model_defaults import (
 )
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.replica import Replica
+from jaxserve.group.group_runner import lead
+from jaxserve.group.leader import Leader
 from jaxserve.layers.rope import has_length_regimes
 from jaxserve.models.loading import check_weights
 from jaxserve.parsers import AUTO, ParserNames
@@ -79,6 +75,11 @@ class StartedEngine:
     total_s: float
 
     @property
+    def has_states(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return self.plan.models[0].num_states > 0
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
 
@@ -95,8 +96,12 @@ class StartedEngine:
         return self.tokenizer if self.tokenizer.hf is None else self.tokenizer.hf
 
 
-def start_engine(config: EngineConfig) -> StartedEngine:
+def start_engine(config: EngineConfig, leader: Leader | None = None) -> StartedEngine:
     """Plan, compile and load an engine. Once it returns, no step compiles.
+
+    Args:
+        config: Settings of the engine.
+        leader: The followers that have joined, if the engine runs in several processes; None: in this one.
 
     Raises:
         ConfigError: A setting is not valid for the model, the devices or the available memory.
@@ -105,7 +110,7 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     start = time.monotonic()
     if config.trust_remote_code:
         logger.warning("trust_remote_code=True has no effect: jaxserve never runs Python files that come with a model")
-    plan = plan_engine(config)
+    plan = plan_engine(config) if leader is None else leader.agree(config)
     default_params = default_sampling_params(config, plan.directory)
     tokenizer = find_tokenizer(config, plan.directory)
     check_vocabulary(tokenizer, plan.config.vocab_size)
@@ -119,7 +124,8 @@ def start_engine(config: EngineConfig) -> StartedEngine:
     if AUTO in (config.tool_call_parser, config.reasoning_parser):
         logger.info("tool_call_parser: %s, reasoning_parser: %s", parsers.tools, parsers.reasoning)
     resident_before = resident_bytes()
-    runners, temporary_bytes, load_s, compile_s = _make_runners(plan)
+    made, temporary_bytes, load_s, compile_s = make_runners(plan)
+    runners = made if leader is None else [lead(leader, each) for each in made]
     warm_up_s = warm_up_runners(runners) if config.warm_up else 0.0
     engine = assemble_engine(config, plan, tokenizer, parsers.reasoning, runners)
     ledger = make_ledger(config, plan, temporary_bytes, resident_before)
@@ -153,9 +159,9 @@ def make_replicas(config: EngineConfig, plan: EnginePlan, runners: Iterable[Runn
     sharded = plan.models[0]
     sizes = (plan.max_num_seqs, plan.max_num_batched_tokens, config.long_prefill_token_threshold)
     drafts, admits_whole = config.num_speculative_tokens, config.enable_chunked_prefill is False
-    most_samples, shares_parts = plan.buckets.max_step_samples, plan.models[-1].aux_layers is None
+    most_samples, shares_parts = plan.buckets.max_step_samples, plan.models[-1].abstract_states() is None
     more = plan.needs.windows, plan.num_stages, admits_whole, most_samples, config.adapts_drafts
-    limits = SchedulerLimits(*sizes, drafts, *more, config.num_device_drafts, shares_parts, sharded.num_states)
+    limits = SchedulerLimits(*sizes, drafts, *more, config.num_lookahead, shares_parts, sharded.num_states)
     depth = (1 if config.async_scheduling is False else STEPS_IN_FLIGHT) + plan.num_stages - 1
     replicas, speculation = list[Replica](), config.speculative_config
     pages, keeps = (sharded.num_pages, sharded.page_size), config.enable_prefix_caching
@@ -191,87 +197,6 @@ def make_admission(
     )
     grammars = None if tokenizer is None else GrammarCompiler(tokenizer, model.vocab_size, eos_ids)
     return Admission(limits, tokenizer, grammars)
-
-
-def _make_runners(plan: EnginePlan) -> tuple[list[LocalRunner], int, float, float]:
-    """Compile and load weights in parallel; return the runners, the temporary bytes of their programs, and the seconds
-    each took."""
-    stages = make_stages(plan)
-
-    def compile_all() -> float:
-        start = time.monotonic()
-        for stage in stages:
-            stage.compile()
-        return time.monotonic() - start
-
-    with concurrent.futures.ThreadPoolExecutor(1) as background, short_switch_interval():
-        compiling = background.submit(compile_all)
-        start = time.monotonic()
-        params = [load_params(plan, sharded) for sharded in plan.models]
-        load_s = time.monotonic() - start
-        compile_s = compiling.result()
-    runners = join_stages(plan, stages, params, [None for _ in stages])
-    return runners, max(stage.temporary_bytes for stage in stages), load_s, compile_s
-
-
-def make_stages(plan: EnginePlan) -> list[Stage]:
-    """Return the stages of a plan, not compiled yet: those of a replica one after the other."""
-    return [Stage(sharded, plan.buckets) for sharded in plan.models]
-
-
-def join_stages(
-    plan: EnginePlan,
-    stages: list[Stage],
-    params: list[tuple[jax.Array, ...]],
-    states: Sequence[StepState | None],
-) -> list[LocalRunner]:
-    """Load compiled stages, and return a runner for those of each replica.
-
-    Args:
-        plan: The plan of the stages.
-        stages: Compiled stages, those of a replica one after the other.
-        params: Packed parameters of each.
-        states: State of each; None allocates it.
-    """
-    for stage, values, state in zip(stages, params, states, strict=True):
-        stage.load(values, state)
-    return [LocalRunner(stages[first : first + plan.num_stages]) for first in range(0, len(stages), plan.num_stages)]
-
-
-@contextlib.contextmanager
-def short_switch_interval() -> Iterator[None]:
-    """Set Python's thread switch interval to 0.5 ms instead of 5 ms.
-
-    Loading weights reacquires the GIL after every 2 MiB, while tracing holds it for the whole interval: the default
-    slows loading down tenfold.
-    """
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(0.0005)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def warm_up_runners(runners: list[LocalRunner]) -> float:
-    """Run every program once, on all replicas in parallel; return the seconds it took.
-
-    Raises:
-        MemoryPlanError: A device ran out of memory.
-    """
-    start = time.monotonic()
-    try:
-        with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
-            for done in [pool.submit(runner.warm_up) for runner in runners]:
-                done.result()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise MemoryPlanError(
-            "a device ran out of memory when the steps first ran: use a smaller max_num_batched_tokens, or fewer KV "
-            f"pages (kv_cache_memory_bytes, num_gpu_blocks_override): {str(error).splitlines()[0]}"
-        ) from error
-    return time.monotonic() - start
 
 
 def log_choices(plan: EnginePlan) -> None:

@@ -56,7 +56,7 @@ def calibrate(num_devices: int | None = None) -> Device:
         MeshError: There are fewer devices, or JAX has started with fewer virtual ones.
     """
     ensure_cpu_devices(CPU_DEVICES if num_devices is None else num_devices)
-    shape = MeshShape(tensor=len(jax.devices()) if num_devices is None else num_devices)
+    shape = MeshShape(tensor=jax.device_count() if num_devices is None else num_devices)
     devices = make_mesh(shape).devices.flatten().tolist()
     kind = _known(devices[0])
     times = tuple(collective_times(devices))

@@ -14,6 +14,7 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import abstract_model
 from jaxserve.models.loading import read_model_config, read_model_fields
 from jaxserve.models.text_half import text_fields
+from sharding import own_device
 
 MOST_BYTES = 1 << 30
 """Largest checkpoint that is made, in float32."""
@@ -45,7 +46,7 @@ def write_random_checkpoint(
     Raises:
         ConfigError: The tensors have more than ``MOST_BYTES``.
     """
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    device = jax.sharding.SingleDeviceSharding(own_device())
     recipes = abstract_model(read_model_config(source, overrides), Scope(), lambda axes: device).recipes
     shapes = dict(sorted(shape for recipe in recipes.values() for shape in recipe.sources))
     num_bytes = 4 * sum(int(np.prod(shape)) for shape in shapes.values())

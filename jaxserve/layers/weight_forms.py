@@ -20,18 +20,18 @@ class WeightForms:
     Args:
         records: What the tensors hold.
         activations: How rows are rounded that such weights multiply, where the format does not say it; see ``Form``.
-        method: What quantizes the tensors, which are floats in the checkpoint, while they are loaded: one of
-            ``on_load.METHODS``; None: they are quantized there.
+        methods: What quantizes tensors that are floats in the checkpoint, while they are loaded: for each the name of
+            one of ``on_load.METHODS``; empty: they are quantized there.
     """
 
     def __init__(
         self,
         records: Mapping[str, Records] | None = None,
         activations: str | None = None,
-        method: str | None = None,
+        methods: Mapping[str, str] | None = None,
     ):
-        self._records, self.activations, self.method = dict(records or {}), activations, method
-        self._hash = hash((frozenset(self._records.items()), activations, method))
+        self._records, self.activations, self.methods = dict(records or {}), activations, dict(methods or {})
+        self._hash = hash((frozenset(self._records.items()), activations, frozenset(self.methods.items())))
 
     def __hash__(self) -> int:
         return self._hash
@@ -39,12 +39,12 @@ class WeightForms:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, WeightForms) or self._hash != other._hash:
             return False
-        own, others = ((each.activations, each.method, each._records) for each in (self, other))
+        own, others = ((each.activations, each.methods, each._records) for each in (self, other))
         return own == others
 
     def with_activations(self, activations: str | None) -> "WeightForms":
         """Return the same weights, multiplied with other rounding where the format does not say it."""
-        return WeightForms(self._records, activations, self.method)
+        return WeightForms(self._records, activations, self.methods)
 
     def __getitem__(self, name: str) -> Records:
         return self._records[name]

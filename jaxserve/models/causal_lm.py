@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -26,6 +25,7 @@ from jaxserve.models.stages import StageLayers
 from pallas_kernels import AttentionBatch
 from pallas_kernels.qkv_write import Rotation
 from pallas_kernels.recurrent_states import StateRows
+from sharding import own_device
 from sharding.collectives import all_max
 
 _NOTEBOOK_PAGE_SIZE = 64
@@ -329,7 +329,7 @@ class CausalLM(nnx.Module):
         first = attended(specs)[0]
         chunks = tuple({spec.chunk: None for spec in attended(specs)})
         page_size = math.gcd(_NOTEBOOK_PAGE_SIZE, *(size for size in chunks if size is not None))
-        chosen = choose_attention(jax.devices()[0], first.dtype, operation=first.operation, page_size=page_size)
+        chosen = choose_attention(own_device(), first.dtype, operation=first.operation, page_size=page_size)
         kernel = chosen.implementation
         attention, num_pages = _private_batch(num_rows, length, page_size)
         pools, indices = list[Pools](), list[KVIndices]()
@@ -356,7 +356,7 @@ class CausalLM(nnx.Module):
 
 def _private_states(num_rows: int, length: int) -> StateRows:
     """Return rows of equal length, each with its own new state page."""
-    rows, none = jnp.arange(num_rows, dtype=jnp.int32), jnp.zeros(num_rows, jnp.int32)
+    rows, none = jnp.arange(num_rows, dtype=jnp.int32), jnp.zeros(0, jnp.int32)
     lens = jnp.full_like(rows, length)
     return StateRows(rows * length, lens, jnp.ones(num_rows, bool), rows, none, none)
 

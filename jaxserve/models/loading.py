@@ -1,6 +1,7 @@
 """Loads weights from a checkpoint onto devices, for the engine and for use in a notebook."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -23,9 +24,9 @@ from checkpoints import (
     resolve_model,
 )
 from checkpoints.quantized.on_load import METHODS, SHORT_NAMES, Made, OnLoadReader
-from checkpoints.quantized.planes import Planes
+from checkpoints.quantized.planes import Blocks, Planes, Words, pairs_of
 from checkpoints.quantized.reader import QuantizedReader, keep_records, quantized_in
-from checkpoints.quantized.records import Kept
+from checkpoints.quantized.records import Kept, Records
 from checkpoints.quantized.settings import is_openai_config, read_settings
 from checkpoints.recipe_check import MAX_LISTED
 from jaxserve.api.config_checks import DTYPES
@@ -43,8 +44,9 @@ from jaxserve.models.openai_config import fields_of_openai
 from jaxserve.models.output_head import choose_head, model_listings
 from jaxserve.models.registry import config_from_hf
 from jaxserve.models.text_half import text_fields
-from pallas_kernels import dequantize_native
+from pallas_kernels import dequantize_native, records_native
 from pallas_kernels.native_library import unavailable
+from sharding import own_device
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ def load_model(model: str | Path, dtype: str = "auto") -> CausalLM:
     """
     directory = find_model_directory(str(model))
     config = choose_head(read_model_config(directory), directory)
-    device = jax.devices()[0]
+    device = own_device()
     policy = DtypePolicy.for_platform(
         resolve_dtype(dtype, config, device.platform, has_bfloat16_products()), device.platform
     )
@@ -167,8 +169,8 @@ def check_weights(directory: Path, model: AbstractModel, load_format: str = "aut
             quantized.check()
             _log_quantization(quantized)
         elif isinstance(reader, OnLoadReader):
-            what = METHODS[model.forms.method or ""].text
-            logger.info("%d weights are quantized while they are loaded: %s", len(reader.made), what)
+            for method, count in Counter(made.method for made in reader.made.values()).items():
+                logger.info("%d weights are quantized while they are loaded: %s", count, method.text)
 
 
 def _log_ignored(reader: CheckpointReader, recipes: Mapping[str, TensorRecipe]) -> None:
@@ -242,21 +244,31 @@ def load_weights(
 
 def _open(directory: Path, model: AbstractModel, listings: Listings, load_format: str) -> CheckpointReader:
     """Open a checkpoint, or random numbers for a model."""
-    if load_format == "dummy":
-        return DummyReader(model.listings[0])
-    reader = open_checkpoint(directory, listings, load_format)
-    quantized, kept = quantized_in(reader), _kept(model, model.recipes_for(reader.tensors))
+    is_dummy = load_format == "dummy"
+    reader = DummyReader(model.listings[0]) if is_dummy else open_checkpoint(directory, listings, load_format)
+    recipes = model.recipes_for(reader.tensors)
+    quantized, kept = quantized_in(reader), _kept(model, recipes)
     if quantized is not None:
-        quantized.decode = decode
+        quantized.decode, quantized.pack = decode, pack
         keep_records(reader, kept)
         return reader
     if not kept:
         return reader
-    method = model.forms.method
-    if method is None:
+    methods = _methods(model, recipes)
+    if not methods.keys() >= kept.keys():
         reader.close()
         raise CheckpointError(f"{directory}: its weights are no longer quantized as when the engine was planned")
-    return OnLoadReader(reader, {name: Made(METHODS[method], each) for name, each in kept.items()})
+    return OnLoadReader(reader, {name: Made(METHODS[methods[name]], each) for name, each in kept.items()})
+
+
+def _methods(model: AbstractModel, recipes: Mapping[str, TensorRecipe]) -> dict[str, str]:
+    """Return what quantizes tensors while they are loaded, by their names in the checkpoint."""
+    return {
+        own: model.forms.methods[name]
+        for path, param in model.logical.items()
+        for (name, _), (own, _) in zip(param.recipe.sources, recipes[path].sources, strict=True)
+        if name in model.forms.methods
+    }
 
 
 def _kept(model: AbstractModel, recipes: Mapping[str, TensorRecipe]) -> dict[str, Kept]:
@@ -272,10 +284,32 @@ def _kept(model: AbstractModel, recipes: Mapping[str, TensorRecipe]) -> dict[str
 
 def decode(planes: Planes, result: np.ndarray) -> None:
     """Write decoded weights into an array, with the native kernel where there is one: the same bits, faster."""
-    if result.dtype in dequantize_native.RESULT_DTYPES and unavailable() is None:
-        dequantize_native.dequantize(result, *planes[:-1])
-    else:
+    if result.dtype not in dequantize_native.RESULT_DTYPES or unavailable() is not None:
         planes.decode_into(result)
+        return
+    codes, blocks = _in_rows(planes)
+    dequantize_native.dequantize(result, codes, *planes[1:-2], blocks)
+
+
+def pack(records: Records, planes: Planes, span: int, result: np.ndarray) -> None:
+    """Write weights into an array as rows of records, with the native kernel where there is one."""
+    if unavailable() is not None:
+        records.pack_into(planes, span, result)
+        return
+    codes, blocks = _in_rows(planes)
+    groups = None if planes.columns is None else planes.columns[::span]
+    numbers, added = records.numbers(planes), records.added(planes)
+    halves = records.values == "uint4"
+    records_native.pack(result, codes, blocks, added, halves, span, numbers, planes.rows, groups)
+
+
+def _in_rows(planes: Planes) -> tuple[np.ndarray, Blocks | None]:
+    """Return codes in rows, or in rows of blocks, and how these hold them."""
+    words = planes.blocks
+    if not isinstance(words, Words):
+        return planes.codes, words
+    codes = records_native.turned(planes.codes, words.places)[words.first : words.first + words.num_rows]
+    return codes, pairs_of(len(planes.codes))
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, platform: str, has_bfloat16: bool = True) -> str:

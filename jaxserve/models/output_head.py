@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
@@ -15,6 +14,7 @@ from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import abstract_model, outline
 from jaxserve.models.registry import without_head
+from sharding import own_device
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def model_listings(config: ModelConfig) -> Callable[[], Sequence[Listing]]:
     """Return a function that returns the forms in which checkpoints may have a model's tensors."""
 
     def listings() -> Sequence[Listing]:
-        return abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(jax.devices()[0])).listings
+        return abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(own_device())).listings
 
     return listings
 

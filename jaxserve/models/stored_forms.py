@@ -1,22 +1,20 @@
 """Which weights of a model's checkpoint stay quantized in memory."""
 
-import re
 from pathlib import Path
 
-import jax
 from jax.sharding import SingleDeviceSharding
 
 from checkpoints import CheckpointError, CheckpointReader, is_gguf, open_checkpoint
-from checkpoints.quantized.on_load import METHODS, Method
+from checkpoints.quantized.on_load import METHODS
 from checkpoints.quantized.reader import quantized_in
-from checkpoints.quantized.records import SPANS, Records
+from checkpoints.quantized.records import Records
 from checkpoints.quantized.settings import read_settings
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.weight_forms import DECODED, WeightForms
 from jaxserve.models.abstract import AbstractModel, abstract_model
-
-_IS_ROUTER = re.compile(r"\.(router|shared\.gate)\.")
+from jaxserve.models.quantized_parts import Rules, quantized_parts
+from sharding import own_device
 
 
 def read_forms(
@@ -24,7 +22,7 @@ def read_forms(
     directory: Path,
     load_format: str = "auto",
     activations: str | None = None,
-    method: str | None = None,
+    rules: Rules | None = None,
 ) -> WeightForms:
     """Return the quantized tensors of a checkpoint by their names in the model's recipes, or those that are quantized
     while they are loaded.
@@ -36,17 +34,21 @@ def read_forms(
         directory: Its checkpoint.
         load_format: As in ``EngineConfig``.
         activations: How rows are rounded that such weights multiply, where the format does not say it.
-        method: What quantizes float weights: one of ``on_load.METHODS``; None: nothing.
+        rules: How float weights are quantized; None: they are not.
+
+    Raises:
+        ConfigError: The rules do not fit the model.
     """
     try:
         is_quantized = is_gguf(directory) or read_settings(directory) is not None
     except CheckpointError:
         return DECODED
-    if load_format == "dummy" or (method is None and not is_quantized):
+    if rules is None and (load_format == "dummy" or not is_quantized):
         return DECODED
-    model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(jax.devices()[0]))
-    if method is not None:
-        return WeightForms(_made(model, METHODS[method]), activations, method)
+    model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(own_device()))
+    if rules is not None:
+        records, methods = quantized_parts(model, rules)
+        return WeightForms(records, activations, methods)
     try:
         with open_checkpoint(directory, lambda: model.listings, load_format) as reader:
             return WeightForms(_records(reader, model), activations)
@@ -60,30 +62,17 @@ def quantizable(config: ModelConfig, directory: Path) -> list[str]:
     Raises:
         CheckpointError: It cannot be read.
     """
-    model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(jax.devices()[0]))
+    model = abstract_model(config, Scope(), lambda axes: SingleDeviceSharding(own_device()))
     with open_checkpoint(directory, lambda: model.listings) as reader:
         named = model.recipes_for(reader.tensors)
-    chosen = _made(model, next(iter(METHODS.values())))
+    any_method = next(iter(METHODS))
+    chosen, _ = quantized_parts(model, Rules({"linear": any_method, "moe": any_method}))
     return [
         own
         for path, param in model.logical.items()
         for (name, _), (own, _) in zip(param.recipe.sources, named[path].sources, strict=True)
         if name in chosen
     ]
-
-
-def _made(model: AbstractModel, method: Method) -> dict[str, Records]:
-    """Return what the matrices of a model's layers are quantized to; routers and gates, embedding and head stay."""
-    found: dict[str, Records] = {}
-    for path, param in model.logical.items():
-        if param.stored is None or not path.startswith("layers.") or _IS_ROUTER.search(path):
-            continue
-        inner = param.recipe.shape[1]
-        if inner % SPANS[-1]:
-            continue
-        for piece in param.recipe.pieces:
-            found[piece.source] = method.records(inner)._replace(is_transposed=piece.is_transposed)
-    return found
 
 
 def _records(reader: CheckpointReader, model: AbstractModel) -> dict[str, Records]:

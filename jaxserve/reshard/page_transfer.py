@@ -122,7 +122,7 @@ def can_share_pages(old: Sequence[ShardedModel], new: Sequence[ShardedModel]) ->
     Those of a model with recurrent layers are of no use without states, which are not moved: its requests are computed
     again from their beginnings.
     """
-    if new[0].has_states:
+    if new[0].state_distance:
         return False
     for sharded in (*old, *new):
         if not all(stack.splits_only_pages_and_heads(sharded) for stack in _Stack.pools_of(sharded)):

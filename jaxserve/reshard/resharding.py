@@ -21,19 +21,16 @@ from jaxserve.device.memory import MemoryLedger, return_freed_memory
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
 from jaxserve.device.stage import num_programs
+from jaxserve.device.start import join_stages, make_stages, short_switch_interval, warm_up_runners
 from jaxserve.device.state_structs import compile_zeros
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import (
     PROCESS_LINE,
     StartedEngine,
-    join_stages,
     log_choices,
     make_ledger,
     make_replicas,
-    make_stages,
-    short_switch_interval,
-    warm_up_runners,
 )
 from jaxserve.reshard.cache_moves import PageMove, move_cache, newest_pages
 from jaxserve.reshard.move_memory import check_move_memory, host_page_limit

@@ -17,6 +17,7 @@ from jaxserve.api.errors import ConfigError
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.models.abstract import LogicalParam
 from pallas_kernels.quantized import Form, with_span
+from sharding import put_parts
 from sharding.mesh import Device
 
 
@@ -293,10 +294,8 @@ class WeightTarget:
         for sharded, packed in zip(self._models, self._packed, strict=True):
             struct = sharded.abstract_params[number]
             bounds = _bounds_of(sharded.abstract_model.logical[path])
-            shards = [jax.device_put(stacks[each], device) for device, each in bounds.items()]
-            packed[number] = jax.make_array_from_single_device_arrays(
-                struct.shape, struct.sharding, jax.block_until_ready(shards)
-            )
+            parts = {device: stacks[each] for device, each in bounds.items()}
+            packed[number] = put_parts(struct.shape, struct.sharding, parts)
 
 
 def move_weights(

@@ -28,9 +28,11 @@ from jaxserve.scheduling.prefix_cache import PartialHit
 from jaxserve.scheduling.sequence import HeldPages, Sequence
 from jaxserve.scheduling.state_allocator import Checkpoint
 
-MISS_REASONS = ("first_seen", "no_checkpoint", "not_read")
-"""Why a prompt is not in the prefix cache: no cached one goes on like it; the state of recurrent layers after what they
-share is not kept; its request may not use the cache."""
+MISS_REASONS = ("first_seen", "no_checkpoint", "evicted", "new_salt", "not_read")
+"""Why a prompt is not in the prefix cache: no earlier one goes on like it; no state of recurrent layers after what they
+share was kept; what it shares was dropped for others; no earlier request had its salt; its request may not use the
+cache."""
+_MOST_SALTS = 4096
 
 
 class ContextPages:
@@ -67,12 +69,18 @@ class ContextPages:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.misses = collections.Counter[str]()
+        self._salts: dict[bytes, None] = {}
         self._allocator, self._shares_parts = allocator, shares_parts
         self._windows = tuple(windows)
         self._has_windows = any(self._windows)
         self._is_plain = self._windows == (None,)
         self.cache = ContextCache(allocator.cache, self._windows)
         self._page_size = allocator.page_size
+
+    @property
+    def num_states(self) -> int:
+        """Number of states of recurrent layers that the prefix cache keeps."""
+        return 0 if self.states is None else self.states.allocator.num_checkpoints
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Return the number of tokens in the cached full pages that ``allocate`` would share; change nothing.
@@ -191,14 +199,16 @@ class ContextPages:
             pass
         return min(end, sequence.num_pages * self._page_size)
 
-    def row_end(self, sequence: Sequence, end: int) -> int:
-        """Return where a row with tokens up to ``end`` has to end, to keep the state there."""
-        return end if self.states is None else self.states.row_end(sequence, end)
-
     def snapshots(self, sequence: Sequence, row: int, start: int, end: int) -> list[StateSnapshot]:
         """Return the states to keep from within a row of tokens from ``start`` to ``end``."""
-        found = None if self.states is None else self.states.snapshot(sequence, row, start, end)
-        return [] if found is None else [found]
+        return [] if self.states is None else self.states.snapshots(sequence, row, start, end)
+
+    def states_on_the_way(self, sequence: Sequence) -> list[PageCopy]:
+        """Return the copy that keeps the state of a decoding sequence before its next row, if it is due."""
+        if self.states is None or not self.states.is_due(sequence):
+            return []
+        self.cache.register(sequence, sequence.num_computed)
+        return self.states.keep_running(sequence)
 
     def with_lookahead(self, sequence: Sequence, end: int) -> int:
         """Return the position up to which a sequence with tokens up to ``end`` should have pages if any are free."""
@@ -286,13 +296,29 @@ class ContextPages:
         sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
         sequence.num_shared_tokens = min(num_common, sequence.num_prompt_tokens)
         if sequence.num_cached_tokens < sequence.num_prompt_tokens - 1:
-            is_shared = sequence.num_shared_tokens > sequence.num_cached_tokens
-            reason = "no_checkpoint" if is_shared else "first_seen" if sequence.reads_cache else "not_read"
-            sequence.miss_reason = reason
-            self.misses[reason] += 1
+            sequence.miss_reason = self._miss_reason(sequence)
+            self.misses[sequence.miss_reason] += 1
+        if sequence.request.cache_salt is not None and sequence.page_keys[0] not in self._salts:
+            self._salts[sequence.page_keys[0]] = None
+            if len(self._salts) > _MOST_SALTS:
+                del self._salts[next(iter(self._salts))]
         if sequence.reads_cache:
             self.num_queried_tokens += sequence.num_prompt_tokens
             self.num_hit_tokens += sequence.num_cached_tokens
+
+    def _miss_reason(self, sequence: Sequence) -> str:
+        """Return why not all of a prompt but its last token is cached."""
+        if not sequence.reads_cache:
+            return "not_read"
+        num_cached, num_shared = sequence.num_cached_tokens, sequence.num_shared_tokens
+        if num_shared > num_cached:
+            was_kept = self.states is not None and self.states.was_dropped(sequence, num_cached, num_shared)
+            return "evicted" if was_kept else "no_checkpoint"
+        following = sequence.page_keys[num_shared // self._page_size + 1 :][:1]
+        if following and self._allocator.dropped.has(*following):
+            return "evicted"
+        is_new = sequence.request.cache_salt is not None and sequence.page_keys[0] not in self._salts
+        return "new_salt" if is_new else "first_seen"
 
     def _release_unseen(self, sequence: Sequence) -> None:
         """Free the pages outside the windows of every position that may still be computed."""

@@ -4,16 +4,17 @@ A context can go on from a checkpoint only where the cache has the keys and valu
 the cached pages up to there: those after it are computed again, into pages of its own, so that no page of others is
 written. States are kept where they are likely to be needed: before the part of a prompt that templates put before the
 answer, which the next turn of a conversation does not repeat; where a prompt leaves a cached one, as others may too; at
-the end of a context, whose state then is the checkpoint; and by distance, while there is room.
+the end of a context, whose state then is the checkpoint; and by distance, while there is room, also while a context
+decodes.
 """
 
 from jaxserve.scheduling.page_allocator import PageAllocator
-from jaxserve.scheduling.plan import SchedulerLimits, StateSnapshot
+from jaxserve.scheduling.plan import PageCopy, SchedulerLimits, StateSnapshot
 from jaxserve.scheduling.prefix_cache import TOKEN_BYTES, pack_tokens
-from jaxserve.scheduling.sequence import Sequence
+from jaxserve.scheduling.sequence import Sequence, WantedState
 from jaxserve.scheduling.state_allocator import Checkpoint, StateAllocator
 
-_GENERATION_PROMPT = 16  # most tokens that templates put before an answer
+_GENERATION_PROMPT = 16  # tokens before an answer, of a prompt that does not say how many
 _DISTANCE = 256
 _PLENTY = 4  # free pages for checkpoints, times the pages of a prompt, from which each of its pages gets one
 
@@ -24,12 +25,12 @@ class ContextStates:
     Args:
         allocator: Allocator of the state pages.
         page_size: Tokens of a page of keys and values.
-        admits_whole: Whether a prompt is computed in one step, which can keep one state.
     """
 
-    def __init__(self, allocator: StateAllocator, page_size: int, admits_whole: bool = False):
+    def __init__(self, allocator: StateAllocator, page_size: int):
         self.allocator = allocator
-        self._page_size, self._admits_whole = page_size, admits_whole
+        self._page_size = page_size
+        self._distance = -(-_DISTANCE // page_size) * page_size
 
     def find(self, sequence: Sequence, num_common: int) -> tuple[Checkpoint, int] | None:
         """Return the deepest checkpoint to go on from, and its length; at least one token is left to compute.
@@ -55,23 +56,36 @@ class ContextStates:
         sequence.state_page, sequence.last_state = self.allocator.allocate(), start
         sequence.wanted_states = self._wanted(sequence, start, num_common)
 
-    def row_end(self, sequence: Sequence, end: int) -> int:
-        """Return where a row with tokens up to ``end`` has to end: a row keeps one state."""
-        wanted, start = sequence.wanted_states, sequence.num_computed
-        while wanted and (wanted[0][0] <= start or not self.allocator.has_room(is_spare=wanted[0][1])):
-            del wanted[0]
-        return wanted[0][0] if len(wanted) > 1 and wanted[1][0] <= end else end
+    def snapshots(self, sequence: Sequence, row: int, start: int, end: int) -> list[StateSnapshot]:
+        """Return the states to keep from within a row of tokens from ``start`` to ``end``."""
+        found, wanted = list[StateSnapshot](), sequence.wanted_states
+        while wanted and wanted[0].length <= end:
+            length, is_spare, num_new_tokens = wanted.pop(0)
+            page = self.allocator.reserve(*self._key(sequence, length), num_new_tokens, is_spare=is_spare)
+            sequence.last_state = sequence.last_state if is_spare else length
+            if page is not None:
+                found.append(StateSnapshot(row, length - start, page))
+        return found
 
-    def snapshot(self, sequence: Sequence, row: int, start: int, end: int) -> StateSnapshot | None:
-        """Return the state to keep from within a row of tokens from ``start`` to ``end``, if any."""
-        wanted = sequence.wanted_states
-        if not wanted or not start < wanted[0][0] <= end:
-            return None
-        length, is_spare = wanted.pop(0)
-        parent, content = self._key(sequence, length)
-        page = self.allocator.reserve(parent, content, length - sequence.last_state, is_spare=is_spare)
-        sequence.last_state = length
-        return None if page is None else StateSnapshot(row, length - start, page)
+    def is_due(self, sequence: Sequence) -> bool:
+        """Return whether the state of a decoding sequence is to be kept as it is before the next row."""
+        length = sequence.num_computed
+        return self.allocator.keeps_checkpoints and not length % self._distance and length <= len(sequence.token_ids)
+
+    def keep_running(self, sequence: Sequence) -> list[PageCopy]:
+        """Return the copy of a decoding sequence's state to a checkpoint, unless there is one or no room for it.
+
+        The steps that are planned have all tokens of the state, and the host knows them.
+        """
+        key = self._key(sequence, sequence.num_computed)
+        page = self.allocator.reserve(*key, self._distance, is_spare=True)
+        return [] if page is None else [PageCopy(sequence.state_page, page)]
+
+    def was_dropped(self, sequence: Sequence, start: int, end: int) -> bool:
+        """Return whether a checkpoint between two lengths of a sequence's context was dropped for others."""
+        pages = range(start // self._page_size, end // self._page_size + 1)
+        dropped, keys = self.allocator.dropped, sequence.page_keys
+        return any(dropped.has(keys[index], self._content(sequence, index, end)) for index in pages)
 
     def release(self, sequence: Sequence) -> None:
         """Free the state page of a sequence; where the state is that of known tokens, it becomes a checkpoint.
@@ -94,21 +108,24 @@ class ContextStates:
             content = self._content(sequence, index, len(sequence.token_ids))
             self.allocator.forget(sequence.page_keys[index], content)
 
-    def _wanted(self, sequence: Sequence, start: int, num_common: int) -> list[tuple[int, bool]]:
-        """Return the lengths after which to keep states, each with whether there is no better reason than distance."""
+    def _wanted(self, sequence: Sequence, start: int, num_common: int) -> list[WantedState]:
+        """Return the states to keep of the prompt, or of all tokens of a sequence that was preempted."""
         if not self.allocator.keeps_checkpoints:
             return []
-        last, prompt = len(sequence.token_ids) - 1, sequence.num_prompt_tokens
-        lengths = [prompt - _GENERATION_PROMPT, num_common, *([prompt - 1] if sequence.followers else [])]
+        last, prompt, ending = len(sequence.token_ids) - 1, sequence.num_prompt_tokens, sequence.num_generation_tokens
+        ending = max(1, _GENERATION_PROMPT if ending < 0 else ending)  # the same prompt has a token to compute
+        lengths = [prompt - ending, num_common, *([prompt - 1] if sequence.followers else [])]
         wanted = {length: False for length in lengths if start < length <= last}
-        if self._admits_whole:
-            return sorted(wanted.items())[-1:]
         num_pages = last // self._page_size
         is_plenty = self.allocator.num_spare >= _PLENTY * num_pages
-        distance = self._page_size if is_plenty else -(-_DISTANCE // self._page_size) * self._page_size
+        distance = self._page_size if is_plenty else self._distance
         for length in range((start // distance + 1) * distance, last + 1, distance):
             wanted.setdefault(length, True)
-        return sorted(wanted.items())
+        states, before, before_firm = list[WantedState](), start, start
+        for length, is_spare in sorted(wanted.items()):
+            states.append(WantedState(length, is_spare, length - (before if is_spare else before_firm)))
+            before, before_firm = length, before_firm if is_spare else length
+        return states
 
     def _key(self, sequence: Sequence, length: int) -> tuple[bytes, bytes]:
         """Return the key of the last full page of a sequence's first tokens, and the tokens after it."""
@@ -125,4 +142,4 @@ def context_states(limits: SchedulerLimits, allocator: PageAllocator) -> Context
     if not limits.num_states:
         return None
     states = StateAllocator(limits.num_states, limits.max_num_seqs, allocator.keeps_free_pages)
-    return ContextStates(states, allocator.page_size, limits.admits_whole)
+    return ContextStates(states, allocator.page_size)

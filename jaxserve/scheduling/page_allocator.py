@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from jaxserve.scheduling.dropped_contexts import DroppedContexts
 from jaxserve.scheduling.prefix_cache import PageRecord, PrefixCache
 
 
@@ -52,6 +53,7 @@ class PageAllocator:
         self.page_size = page_size
         self.keeps_free_pages = keeps_free_pages
         self.cache = PrefixCache(page_size)
+        self.dropped = DroppedContexts()
         self._free = list(range(num_pages - 1, -1, -1))
         self._free_cached: OrderedDict[int, None] = OrderedDict()
         self._num_holders = [0] * num_pages
@@ -139,12 +141,15 @@ class PageAllocator:
         self.cache.reset()
         self._free.extend(self._free_cached)
         self._free_cached.clear()
+        self.dropped.clear()
 
     def _take_free(self) -> int:
         if self._free:
             page = self._free.pop()
         else:
             page, _ = self._free_cached.popitem(last=False)
+            if page in self.cache and (key := self.cache.record(page).key):
+                self.dropped.add(key)
             self.cache.forget(page)
         self._num_holders[page] = 1
         return page

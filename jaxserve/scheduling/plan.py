@@ -204,7 +204,7 @@ class StepPlan:
         grants: Page table updates before the step.
         copies: Page copies before the step.
         state_copies: Copies of state pages before the step.
-        snapshots: States to keep from within rows; at most one per row.
+        snapshots: States to keep from within rows, in order; a row may have several.
         masks: Token masks of constrained slots; at most one per sample.
         slots: Slot of each row; at most one row per slot. Rows of one token are cheapest at the front.
         starts: Position of each row's first token, or ``ON_DEVICE``.

@@ -4,6 +4,7 @@ A plan is an array of MessagePack with its fields in order; columns and named tu
 name no class, so that decoding makes nothing but plans. Both ends are processes of one version.
 """
 
+import collections
 import dataclasses
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,9 @@ from jaxserve.scheduling.plan import (
 )
 
 _msgpack: Any = msgpack  # has no types
+_ROWS = ("slots", "starts", "lengths", "num_samples", "token_ids", "targets", "pooling")
+_NO_ROWS = MappingProxyType(vars(StepPlan(0)))
+_MOST_KEPT = 16  # more than the microbatches of any pipeline, whose rows alternate
 
 
 def encode_plans(plans: Sequence[StepPlan]) -> bytes:
@@ -44,6 +48,48 @@ def decode_plans(data: bytes) -> list[StepPlan]:
         return [_plan(values) for values in _msgpack.unpackb(data)]
     except (ValueError, TypeError, OverflowError, _msgpack.UnpackException) as error:
         raise ValueError(f"expected encoded step plans, got {len(data)} other bytes: {error}") from error
+
+
+class SentRows:
+    """The rows of the latest plans, so that a plan with the same rows as one of them travels without its own.
+
+    Sender and receiver have one each, and call ``shorten`` and ``restore`` for all plans in the same order.
+    """
+
+    def __init__(self):
+        self._lanes: list[collections.OrderedDict[int, StepPlan]] = []
+
+    def shorten(self, plans: Sequence[StepPlan]) -> list[StepPlan]:
+        """Return the plans of a step, one per lane, without rows that the receiver has."""
+        empty = {name: _NO_ROWS[name] for name in _ROWS}
+        shortened = [
+            dataclasses.replace(plan, **empty) if plan.same_rows_as in sent else plan
+            for plan, sent in zip(plans, self._of(plans), strict=True)
+        ]
+        self._keep(plans)
+        return shortened
+
+    def restore(self, plans: Sequence[StepPlan]) -> list[StepPlan]:
+        """Return plans as they were before ``shorten``."""
+        restored = list[StepPlan]()
+        for plan, sent in zip(plans, self._of(plans), strict=True):
+            known = None if plan.same_rows_as is None or plan.slots else sent.get(plan.same_rows_as)
+            rows = {} if known is None else {name: getattr(known, name) for name in _ROWS}
+            restored.append(dataclasses.replace(plan, **rows) if rows else plan)
+        self._keep(restored)
+        return restored
+
+    def _of(self, plans: Sequence[StepPlan]) -> "list[collections.OrderedDict[int, StepPlan]]":
+        if not self._lanes:
+            self._lanes = [collections.OrderedDict() for _ in plans]
+        return self._lanes
+
+    def _keep(self, plans: Sequence[StepPlan]) -> None:
+        for plan, sent in zip(plans, self._lanes, strict=True):
+            sent[plan.rows_number] = plan
+            sent.move_to_end(plan.rows_number)
+            if len(sent) > _MOST_KEPT:
+                sent.popitem(last=False)
 
 
 def _numbers(value: object) -> list[int]:

@@ -291,6 +291,7 @@ class Scheduler:
             if self._preempt_last(step) is sequence:
                 return False
         step.plan.grants += self.pages.grants(sequence)
+        step.plan.state_copies += self.pages.states_on_the_way(sequence)
         return True
 
     def _schedule_prefills(self, budget: int, step: Step) -> int:
@@ -309,7 +310,7 @@ class Scheduler:
         if not step.has_room(is_member=end == len(sequence.token_ids)):
             return 0
         wanted = self.pages.with_lookahead(sequence, end) if end == len(sequence.token_ids) else end
-        end = self.pages.row_end(sequence, min(end, self.pages.grow_to(sequence, wanted)))
+        end = min(end, self.pages.grow_to(sequence, wanted))
         step.plan.grants += self.pages.grants(sequence)
         if end <= start:
             return 0

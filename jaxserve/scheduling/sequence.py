@@ -5,7 +5,7 @@ After admission only the scheduler and its helpers in this package modify a sequ
 
 import dataclasses
 from collections.abc import Sequence as Items
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 from jaxserve.api.outputs import FinishReason
 from jaxserve.api.request import Request
@@ -101,6 +101,20 @@ class HeldPages:
         return self.pages[self.num_released :]
 
 
+class WantedState(NamedTuple):
+    """A state to keep of a sequence.
+
+    Attributes:
+        length: Tokens after which it is.
+        is_spare: Whether there is no better reason than its distance from others.
+        num_new_tokens: Tokens since the state before it; of one that is not spare, since the last that is not.
+    """
+
+    length: int
+    is_spare: bool
+    num_new_tokens: int
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Sequence:
     """State of a request, or of one of its ``n`` samples.
@@ -120,6 +134,8 @@ class Sequence:
         reads_cache: Whether cached pages of other sequences may be used.
         constraint: Structured output, if requested.
         stop_strings: Text so far, if the request has stop strings; other text is made when it is read.
+        num_generation_tokens: Last tokens of the prompt that begin the answer, which the next turn of a conversation
+            may not repeat; -1 if they are not known.
         followers: Further samples of the same prompt; the scheduler enqueues them once this one's prompt is computed.
         num_cached_tokens: Prompt tokens found in the prefix cache when first admitted; -1 before.
         num_shared_tokens: Prompt tokens whose keys and values the prefix cache had then.
@@ -129,9 +145,8 @@ class Sequence:
         num_pages: Number of pages available in all tables.
         state_page: Page of its running state; -1 while waiting, and for a model without recurrent layers.
         state_source: State page of the checkpoint that it goes on from; -1 for none.
-        wanted_states: Lengths after which its state is to be kept, each with whether there is no better reason than its
-            distance from others.
-        last_state: Length of the latest checkpoint of its context.
+        wanted_states: States that are still to be kept of it, in order.
+        last_state: Length of the latest checkpoint of its context that is not spare.
         num_computed: Tokens whose keys and values are in pages, including steps in flight, if all drafts are accepted.
         num_pending: Tokens sampled by steps in flight, if all drafts are accepted; a pooled vector counts as one.
         drafted: Number of draft tokens of each step that verified some.
@@ -167,6 +182,7 @@ class Sequence:
     reads_cache: bool = True
     constraint: Constraint | None = None
     stop_strings: StopStrings | None = None
+    num_generation_tokens: int = -1
     followers: list["Sequence"] = dataclasses.field(default_factory=list["Sequence"])
     num_cached_tokens: int = -1
     num_shared_tokens: int = 0
@@ -176,7 +192,7 @@ class Sequence:
     num_pages: int = 0
     state_page: int = -1
     state_source: int = -1
-    wanted_states: list[tuple[int, bool]] = dataclasses.field(default_factory=list[tuple[int, bool]])
+    wanted_states: list[WantedState] = dataclasses.field(default_factory=list[WantedState])
     last_state: int = 0
     num_computed: int = 0
     num_pending: int = 0

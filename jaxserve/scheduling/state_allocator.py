@@ -10,6 +10,9 @@ writes it (``settle``), as copies run before a step.
 """
 
 import dataclasses
+from collections.abc import Iterator
+
+from jaxserve.scheduling.dropped_contexts import DroppedContexts
 
 
 @dataclasses.dataclass(slots=True)
@@ -20,8 +23,10 @@ class Checkpoint:
         page: Its state page.
         parent: Key of the last full page of its context.
         content: Packed tokens of its context after that page.
-        num_new_tokens: Tokens between the checkpoint before it and this one when it was made: what it saves.
-        is_spare: Whether it was made for no better reason than its distance from others.
+        num_new_tokens: Tokens between the checkpoint before it and this one when it was made: what it saves. Of one
+            that is not spare, those that are do not count, as they are dropped before it.
+        is_spare: Whether it was made for no better reason than its distance from others. Until its first hit, it is
+            dropped before those that are not.
         num_hits: Contexts that went on from it.
         last_used: Clock when it was made or last hit.
     """
@@ -34,14 +39,16 @@ class Checkpoint:
     last_used: int
     num_hits: int = 0
 
-    def value(self, clock: int) -> tuple[bool, float]:
+    def value(self, clock: int) -> float:
         """Return what decides which checkpoint is dropped, the least one first."""
-        is_kept = self.num_hits > 0 or not self.is_spare
-        return is_kept, self.num_new_tokens * (1 + self.num_hits) / (clock - self.last_used + 1)
+        return self.num_new_tokens * (1 + self.num_hits) / (clock - self.last_used + 1)
 
 
 class StateAllocator:
     """Allocates state pages ``0 .. num_pages - 1`` to running sequences and to checkpoints.
+
+    Attributes:
+        dropped: Contexts of the latest checkpoints that were dropped for others.
 
     Args:
         num_pages: Number of state pages.
@@ -54,8 +61,10 @@ class StateAllocator:
         self.keeps_checkpoints = keeps_checkpoints and num_pages > max_running
         self._free = list(range(num_pages - 1, -1, -1))
         self._checkpoints: dict[int, Checkpoint] = {}
+        self._spares: dict[int, Checkpoint] = {}  # those that were never hit
         self._after: dict[bytes, dict[bytes, Checkpoint]] = {}
         self._unsettled: set[int] = set()
+        self.dropped = DroppedContexts()
         self._clock = 0
 
     @property
@@ -97,6 +106,7 @@ class StateAllocator:
     def hit(self, checkpoint: Checkpoint) -> None:
         """Count a context that goes on from a checkpoint."""
         checkpoint.num_hits += 1
+        self._spares.pop(checkpoint.page, None)
         checkpoint.last_used = self._clock
 
     def reserve(self, parent: bytes, content: bytes, num_new_tokens: int, *, is_spare: bool) -> int | None:
@@ -105,7 +115,7 @@ class StateAllocator:
         Args:
             parent: Key of the last full page of its context.
             content: Tokens of its context after that.
-            num_new_tokens: Tokens since the checkpoint before it.
+            num_new_tokens: As in ``Checkpoint``.
             is_spare: As in ``Checkpoint``.
 
         Returns:
@@ -124,7 +134,7 @@ class StateAllocator:
         """
         if len(self._unsettled) >= self.num_pages - self.max_running:
             return False
-        return bool(self._free) or self._least(below_spare=is_spare) is not None
+        return bool(self._free) or any(self._settled(self._spares if is_spare else self._checkpoints))
 
     def keep(self, page: int, parent: bytes, content: bytes, num_new_tokens: int) -> bool:
         """Make the page of a sequence that has ended a checkpoint; return False, with nothing done, if there is one
@@ -149,22 +159,28 @@ class StateAllocator:
         """Remove all checkpoints."""
         for each in [*self._checkpoints.values()]:
             self._remove(each)
+        self.dropped.clear()
 
     def _is_known(self, parent: bytes, content: bytes) -> bool:
         """Whether there is a checkpoint of a context, which is then as young as a new one."""
         known = self._after.get(parent, {}).get(content)
         if known is not None:
             known.last_used = self._clock
+            if known.page in self._spares:
+                self._spares[known.page] = self._spares.pop(known.page)
         return known is not None
 
     def _add(self, checkpoint: Checkpoint) -> int:
         self._checkpoints[checkpoint.page] = checkpoint
+        if checkpoint.is_spare:
+            self._spares[checkpoint.page] = checkpoint
         self._after.setdefault(checkpoint.parent, {})[checkpoint.content] = checkpoint
         self._unsettled.add(checkpoint.page)
         return checkpoint.page
 
     def _remove(self, checkpoint: Checkpoint) -> None:
         del self._checkpoints[checkpoint.page]
+        self._spares.pop(checkpoint.page, None)
         after = self._after[checkpoint.parent]
         del after[checkpoint.content]
         if not after:
@@ -172,19 +188,25 @@ class StateAllocator:
         self._unsettled.discard(checkpoint.page)
         self._free.append(checkpoint.page)
 
+    def _settled(self, checkpoints: dict[int, Checkpoint]) -> Iterator[Checkpoint]:
+        """Yield those checkpoints that no step being planned writes."""
+        return (each for page, each in checkpoints.items() if page not in self._unsettled)
+
     def _least(self, below_spare: bool = False) -> Checkpoint | None:
         """Return the least valuable checkpoint that no step being planned writes, if there is one to drop.
 
         Args:
             below_spare: Whether only one that was made for its distance, and never hit, may be dropped.
         """
-        found = (each for each in self._checkpoints.values() if each.page not in self._unsettled)
-        least = min(found, key=lambda each: each.value(self._clock), default=None)
-        return None if least is not None and below_spare and least.value(self._clock)[0] else least
+        spare = next(self._settled(self._spares), None)  # the oldest: all save about as much
+        if spare is not None or below_spare:
+            return spare
+        return min(self._settled(self._checkpoints), key=lambda each: each.value(self._clock), default=None)
 
     def _drop_least(self, below_spare: bool = False) -> bool:
         """Drop the least valuable checkpoint, as ``_least`` returns it; return False if there is none."""
         least = self._least(below_spare)
         if least is not None:
             self._remove(least)
+            self.dropped.add(least.parent, least.content)
         return least is not None

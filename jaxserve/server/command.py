@@ -21,8 +21,11 @@ from jaxserve.cli_arguments import (
     field_docs,
     given_arguments,
 )
+from jaxserve.group.settings import GroupConfig
 from jaxserve.server.settings import ServerConfig
 
+GROUP_SETTINGS = tuple(field.name for field in dataclasses.fields(GroupConfig))
+"""Names of the settings of a group."""
 HELP = "serve a model over OpenAI-compatible HTTP and gRPC"
 _JSON_LISTS = ("allowed_origins", "allowed_methods", "allowed_headers")
 
@@ -40,17 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help=docs["served_model_name"])
     for name in _JSON_LISTS:
         group.add_argument("--" + name.replace("_", "-"), type=_json_list, metavar="JSON", help=docs[name])
-    add_engine_arguments(parser)
+    group = parser.add_argument_group("several processes and hosts")
+    add_dataclass_arguments(group, GroupConfig, GROUP_SETTINGS)
+    add_engine_arguments(parser, without=GROUP_SETTINGS)
     add_vllm_arguments(parser, {**SERVE_NO_EFFECT, **SERVE_REFUSED})
 
 
-def serve_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig]:
-    """The engine's arguments and the server's settings that were given.
+def serve_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], ServerConfig, GroupConfig]:
+    """The engine's arguments, and the settings of the server and of its group, that were given.
 
     Raises:
         ConfigError: A setting that is wrong.
     """
-    given = engine_arguments(options)
+    given = {name: value for name, value in engine_arguments(options).items() if name not in GROUP_SETTINGS}
     if options.model_tag is not None:
         given["model"] = options.model_tag
     names = [field.name for field in dataclasses.fields(ServerConfig)]
@@ -58,7 +63,7 @@ def serve_arguments(options: argparse.Namespace) -> tuple[dict[str, Any], Server
     log_ignored(given_arguments(options, (*SERVE_NO_EFFECT, *SERVE_REFUSED)), SERVE_NO_EFFECT, SERVE_REFUSED, ())
     config = ServerConfig.from_arguments(settings, os.environ)
     config.check_engine(given)
-    return given, config
+    return given, config, GroupConfig.from_arguments(given_arguments(options, GROUP_SETTINGS), config.insecure)
 
 
 def with_config_file(arguments: Sequence[str]) -> list[str]:

@@ -21,19 +21,19 @@ from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.text_bound import check_text
 from jaxserve.api.turns import SHARED_TURN, Turn
+from jaxserve.frames import HEADER, FrameError, check_length
+from jaxserve.group.settings import GroupPlace
 from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.output_collector import OutputCollector
-from jaxserve.server.renderers import Renderers
+from jaxserve.server.renderers import RenderedChat, Renderers
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import (
-    HEADER,
     MAX_FROM_ENGINE_BYTES,
     MAX_TO_ENGINE_BYTES,
     Cancel,
     EngineInfo,
     Failure,
-    FrameError,
     FromEngine,
     Outputs,
     Query,
@@ -42,7 +42,6 @@ from jaxserve.server.wire import (
     Stop,
     Submit,
     ToEngine,
-    check_length,
     pack,
     unpack,
 )
@@ -59,15 +58,17 @@ class EngineClient:
     Args:
         engine_arguments: Arguments of ``LLM``, all of them JSON values.
         config: The server's settings.
+        group: Where the processes of the engine meet; None: there is one.
 
     Raises:
         ConfigError: They do not go together.
     """
 
-    def __init__(self, engine_arguments: Mapping[str, Any], config: ServerConfig):
+    def __init__(self, engine_arguments: Mapping[str, Any], config: ServerConfig, group: GroupPlace | None = None):
         config.check_engine(engine_arguments)
         self._arguments = dict(engine_arguments)
         self._config = config
+        self._group = group
         self._numbers = itertools.count(1)
         self._collectors: dict[int, OutputCollector] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
@@ -106,7 +107,7 @@ class EngineClient:
             self._tasks.append(asyncio.create_task(self._watch(config.watchdog_timeout)))
 
     async def _shake_hands(self) -> EngineInfo:
-        self._send(Start(self._arguments, self._config.watchdog_timeout))
+        self._send(Start(self._arguments, self._config.watchdog_timeout, self._group))
         try:
             first = await self._read_message()
         except (OSError, EOFError) as error:
@@ -196,13 +197,13 @@ class EngineClient:
         collector = OutputCollector(request.timeout_s)
         number = self._take_number()
         if request.chat is not None and request.text is None:
-            text = await self._render(request.chat, request.turn, request.request_id, request.timeout_s)
-            if text is None:
+            rendered = await self._render(request.chat, request.turn, request.request_id, request.timeout_s)
+            if rendered is None:
                 yield _aborted(request)
                 return
             last = {"messages": request.chat["messages"][-1:]}  # it tells where reasoning begins
             last["continue_final_message"] = request.chat.get("continue_final_message", False)
-            request = dataclasses.replace(request, text=text, chat=last, add_special_tokens=False)
+            request = dataclasses.replace(request, **rendered._asdict(), chat=last, add_special_tokens=False)
             check_text(self.info.text_bound, request, self.info.max_model_len)
         self._collectors[number] = collector
         try:
@@ -219,11 +220,12 @@ class EngineClient:
 
     async def render_chat(self, chat: Mapping[str, Any], turn: Turn = SHARED_TURN) -> tuple[str, Sequence[int]]:
         """Return the prompt of a conversation, as text and token ids; ``chat`` as in ``Request``."""
-        text = await self._render(chat, turn)
-        assert text is not None
+        rendered = await self._render(chat, turn)
+        assert rendered is not None
+        text = rendered.text
         return text, (await self.tokenize(text, add_special_tokens=False, turn=turn))[0]
 
-    async def _render(self, chat: Mapping[str, Any], turn: Turn, *request: Any) -> str | None:
+    async def _render(self, chat: Mapping[str, Any], turn: Turn, *request: Any) -> RenderedChat | None:
         assert self._renderers is not None
         return await self._renderers.render(chat, self.info, *request, turn=turn)
 
@@ -348,7 +350,8 @@ class EngineClient:
                 else:
                     query.set_result(message.result)
         elif isinstance(message, Failure):
-            self._reason = self._reason or "the engine failed; its log says why"
+            is_named = isinstance(message.error, EngineDeadError)  # in words for clients too
+            self._reason = self._reason or (str(message.error) if is_named else "the engine failed; its log says why")
 
     async def _watch(self, timeout_s: float) -> None:
         """Kill the process after ``timeout_s`` seconds without a message, not counting time in which this loop hung."""

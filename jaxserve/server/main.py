@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from jaxserve.api.errors import EngineDeadError, JaxserveError
+from jaxserve.group.settings import GroupPlace
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
@@ -26,19 +27,20 @@ _STEADY_S = 600.0  # an engine that ran this long is restarted without a pause
 _RESTART_PAUSES_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 
 
-async def serve(engine_arguments: dict[str, Any], config: ServerConfig) -> int:
+async def serve(engine_arguments: dict[str, Any], config: ServerConfig, group: GroupPlace | None = None) -> int:
     """Serve until SIGTERM or SIGINT, a drain, or the end of the engine; return the exit status.
 
     Args:
         engine_arguments: Arguments of ``LLM``, including the model.
         config: The server's settings.
+        group: Where the processes of the engine meet; None: there is one.
 
     Raises:
         ConfigError: The settings, the model or a port cannot be used.
     """
     map_large_buffers_apart()
     _warn_of_exposure(config)
-    engine = EngineClient(engine_arguments, config)
+    engine = EngineClient(engine_arguments, config, group)
     frontend = Frontend(config, engine, str(engine_arguments.get("model", "demo")))
     life = ServerLife(frontend, engine)
     try:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.api.errors import RequestError, RequestFailedError, unforeseen
 from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn
@@ -17,6 +17,13 @@ logger = logging.getLogger(__name__)
 _MODULE = "jaxserve.text.render_process"
 _MEMORY_BYTES = 512 << 20
 _MAX_PROCESSES = 4
+
+
+class RenderedChat(NamedTuple):
+    """A prompt, and the end of it that begins the answer; None if it is not known or of no use to the engine."""
+
+    text: str
+    generation_prompt: str | None
 
 
 class Renderers:
@@ -35,7 +42,7 @@ class Renderers:
         self._threads = FairThreads(_MAX_PROCESSES, "jaxserve-render")
         setup = {"memory_bytes": _MEMORY_BYTES, "cpu_s": int(limit_s) + 1}
         self._processes = ProcessPool(["-m", _MODULE], setup, starts_ahead=True)
-        self._names: dict[asyncio.Future[str], str] = {}
+        self._names: dict[asyncio.Future[RenderedChat], str] = {}
         self._end: Exception | None = None
 
     async def render(
@@ -45,7 +52,7 @@ class Renderers:
         name: str = "",
         timeout_s: float | None = None,
         turn: Turn = SHARED_TURN,
-    ) -> str | None:
+    ) -> RenderedChat | None:
         """Return the prompt of a conversation; None if ``abort`` names it meanwhile.
 
         Args:
@@ -87,13 +94,14 @@ class Renderers:
         self._threads.shutdown(cancel_futures=True)
         self._processes.close()
 
-    def _render(self, chat: Mapping[str, Any], info: EngineInfo) -> str:
+    def _render(self, chat: Mapping[str, Any], info: EngineInfo) -> RenderedChat:
         job = {
             "chat": chat,
             "templates": info.chat_templates,
             "own_template": info.chat_template,
             "special_tokens": info.special_tokens,
             "content_format": self._content_format,
+            "finds_generation_prompt": info.has_states,
         }
         try:
             written = json.dumps(job, ensure_ascii=False, allow_nan=False).encode()
@@ -112,4 +120,4 @@ class Renderers:
             raise RequestError(f"the chat template failed: not done within {self._limit_s:g} s, or out of memory")
         if "error" in response:
             raise RequestError(response["error"])
-        return response["text"]
+        return RenderedChat(response["text"], response["generation_prompt"])

@@ -1,20 +1,13 @@
-"""Messages between a server's front end and its engine process, and the frames they travel in.
-
-A frame is a length of four bytes, big-endian, and a message in MessagePack. Both ends are processes of one version, so
-messages need no schema: an object travels as its class's index in ``_CLASSES`` and its fields. Unlike a pickle, a frame
-cannot name any other class, and what clients send cannot pass for an object.
-"""
+"""Messages between a server's front end and its engine process, in frames of the classes of ``_CLASSES``."""
 
 import dataclasses
 import enum
 import functools
 import hashlib
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgpack
 from google.protobuf.message import Message
 
 from jaxserve.api.draft_metrics import RequestSpecDecodeMetrics
@@ -37,10 +30,11 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
 from jaxserve.api.text_bound import TextBound
 from jaxserve.api.turns import Turn
+from jaxserve.frames import Codec, Form, dataclass_form, enum_form
+from jaxserve.group.settings import GroupPlace
 from jaxserve.parsers import ParserNames
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 
-HEADER = struct.Struct(">I")
 MAX_TO_ENGINE_BYTES = 64 << 20
 """Longest frame to the engine process: a request, which the HTTP and gRPC APIs keep much shorter."""
 MAX_FROM_ENGINE_BYTES = 1 << 30
@@ -54,6 +48,8 @@ class Start:
     engine_arguments: dict[str, Any]
     """Arguments of ``AsyncLLM``."""
     watchdog_timeout: float
+    group: GroupPlace | None = None
+    """Where the processes of a group meet; None: this one has all devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +109,8 @@ class EngineInfo:
     """The parsers of reasoning and tool calls."""
     text_bound: TextBound | None = None
     """How much of a text one token can stand for; None if there is no limit."""
+    has_states: bool = False
+    """Whether the model has recurrent layers, whose states are kept before what begins the answer."""
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -179,71 +177,22 @@ _CLASSES: tuple[type, ...] = (
         PackedLogprobs,
         model_pb2.Model,
     ),
-    *(ParserNames, TextBound, Turn, Counter, Gauge, Histogram, tuple),
+    *(GroupPlace, ParserNames, TextBound, Turn, Counter, Gauge, Histogram, tuple),
     *_ERRORS,
 )
 _LOGPROBS = {CompletionOutput: "logprobs", RequestOutput: "prompt_logprobs"}
 
 
-class FrameError(ValueError):
-    """A message that cannot be sent or received: too long, or with a value that MessagePack cannot hold."""
-
-
-def pack(message: ToEngine | FromEngine, limit_bytes: int) -> bytes:
-    """Return a message as a frame.
-
-    Raises:
-        FrameError: The message is too long, or holds a value that cannot be sent.
-    """
-    try:
-        body = msgpack.Packer(default=_as_map, strict_types=True).pack(message)
-    except (TypeError, ValueError, OverflowError) as error:  # such as a lone surrogate, a large number or deep lists
-        raise FrameError(f"{type(message).__name__} holds a value that cannot be sent: {error}") from error
-    return HEADER.pack(check_length(len(body), limit_bytes)) + body
-
-
-def unpack(body: bytes) -> Any:
-    """Return the message of a frame.
-
-    Raises:
-        ValueError: The bytes are not a message.
-    """
-    return msgpack.unpackb(body, ext_hook=_class_of, object_pairs_hook=_from_pairs, strict_map_key=False)
-
-
-class _Form(NamedTuple):
-    """How objects of a class travel: how they become a value that MessagePack holds, and again an object."""
-
-    write: Callable[[Any], Any]
-    read: Callable[[Any], Any]
-
-
-def _form(cls: type[Any]) -> _Form:
+def _form(cls: type[Any]) -> Form:
+    if cls in _LOGPROBS:
+        return dataclass_form(cls, lambda name, value: _packed(value, name == _LOGPROBS[cls]))
     if dataclasses.is_dataclass(cls):
-        return _dataclass_form(cls)
+        return dataclass_form(cls)
     if issubclass(cls, Message):
-        return _Form(cls.SerializeToString, cls.FromString)
+        return Form(cls.SerializeToString, cls.FromString)
     if issubclass(cls, RequestError):
-        return _Form(lambda error: [str(error), error.parameter], lambda fields: _request_error(cls, *fields))
-    if issubclass(cls, enum.Enum):
-        return _Form(lambda value: value.value, cls)
-    return _Form(list if cls is tuple else str, cls)
-
-
-def _dataclass_form(cls: type[Any]) -> _Form:
-    """Return the form of a dataclass: the list of its fields, whose values its sender has checked."""
-    names = [each.name for each in dataclasses.fields(cls)]
-
-    def read(values: list[Any]) -> Any:
-        made = object.__new__(cls)
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(made, name, value)
-        return made
-
-    logprobs = _LOGPROBS.get(cls)
-    if logprobs is None:
-        return _Form(lambda value: [getattr(value, name) for name in names], read)
-    return _Form(lambda value: [_packed(getattr(value, name), name == logprobs) for name in names], read)
+        return Form(lambda error: [str(error), error.parameter], lambda fields: _request_error(cls, *fields))
+    return enum_form(cls) if issubclass(cls, enum.Enum) else Form(list if cls is tuple else str, cls)
 
 
 def _packed(value: Any, is_logprobs: bool) -> Any:
@@ -258,40 +207,17 @@ def _request_error(cls: type[RequestError], message: str, parameter: str | None)
     return error
 
 
-_FORMS = {cls: _form(cls) for cls in _CLASSES}
-_MARKS = {cls: msgpack.ExtType(code, b"") for code, cls in enumerate(_CLASSES)}
+_CODEC = Codec({cls: _form(cls) for cls in _CLASSES})
 
 
-def _as_map(value: Any) -> dict[Any, Any]:
-    """Return an object as a map from its class's mark, which nothing else can contain, to its form."""
-    cls = type(value)
-    if cls not in _FORMS:
-        raise TypeError(f"objects of {cls.__name__} cannot be sent")
-    return {_MARKS[cls]: _FORMS[cls].write(value)}
+def pack(message: ToEngine | FromEngine, limit_bytes: int) -> bytes:
+    """Return a message as a frame; see ``Codec.pack``."""
+    return _CODEC.pack(message, limit_bytes)
 
 
-def _class_of(code: int, data: bytes) -> type:
-    del data
-    return _CLASSES[code]
-
-
-def _from_pairs(pairs: list[tuple[Any, Any]]) -> Any:
-    """Build an object or a plain dictionary."""
-    if len(pairs) != 1 or not isinstance(pairs[0][0], type):
-        return dict(pairs)
-    cls, written = pairs[0]
-    return _FORMS[cls].read(written)
-
-
-def check_length(num_bytes: int, limit_bytes: int) -> int:
-    """Return the length of a frame's message.
-
-    Raises:
-        FrameError: It is too long.
-    """
-    if num_bytes > limit_bytes:
-        raise FrameError(f"a message of {num_bytes} bytes is too long; the limit is {limit_bytes} bytes")
-    return num_bytes
+def unpack(body: bytes) -> Any:
+    """Return the message of a frame; see ``Codec.unpack``."""
+    return _CODEC.unpack(body)
 
 
 def sendable_error(error: BaseException) -> JaxserveError:

@@ -6,6 +6,7 @@ from typing import Any
 from jaxserve.api.request import Request, params_for_each, priorities_for_each
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.text.chat import choose_template, load_chat_template, render_chat, split_conversations
+from jaxserve.text.generation_prompt import find_generation_prompt
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -54,6 +55,7 @@ def chat_prompt(
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    finds_generation_prompt: bool = False,
 ) -> Request:
     """Render and tokenize a conversation. The template writes the special tokens, so none are added.
 
@@ -68,19 +70,23 @@ def chat_prompt(
         continue_final_message: Whether to leave the last message open, for the model to continue.
         tools: Tools for the template.
         chat_template_kwargs: Further template variables.
+        finds_generation_prompt: Whether to find which end of the prompt begins the answer, for which it is rendered
+            once more.
 
     Raises:
         RequestError: There is no template, it fails, or the content format is unknown.
     """
-    text = render_chat(
-        conversation,
-        choose_template(tokenizer.chat_templates, chat_template, tools is not None),
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        tools=tools,
-        content_format=chat_template_content_format,
-        variables={**tokenizer.special_tokens, **(chat_template_kwargs or {})},
-    )
+    template = choose_template(tokenizer.chat_templates, chat_template, tools is not None)
+    options: dict[str, Any] = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "tools": tools,
+        "content_format": chat_template_content_format,
+        "variables": {**tokenizer.special_tokens, **(chat_template_kwargs or {})},
+    }
+    text = render_chat(conversation, template, **options)
+    end = find_generation_prompt(text, conversation, template, **options) if finds_generation_prompt else None
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     chat = {"messages": conversation, "continue_final_message": continue_final_message}
-    return Request(text=text, token_ids=tuple(token_ids), chat=chat, params=params, priority=priority)
+    ids = tuple(token_ids)
+    return Request(text=text, token_ids=ids, chat=chat, params=params, priority=priority, generation_prompt=end)

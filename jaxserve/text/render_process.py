@@ -14,6 +14,7 @@ from typing import Any
 from jaxserve.api.errors import RequestError
 from jaxserve.child_process import READY
 from jaxserve.text.chat import choose_template, render_chat
+from jaxserve.text.generation_prompt import find_generation_prompt
 
 _TOO_MUCH_MEMORY = {"error": "the chat template failed: it takes more memory than allowed"}
 
@@ -39,13 +40,16 @@ def _response(
     own_template: str | None,
     special_tokens: dict[str, str],
     content_format: str,
+    finds_generation_prompt: bool,
 ) -> dict[str, Any]:
     variables = {**special_tokens, **chat.pop("chat_template_kwargs", {})}
     try:
         chosen = chat.pop("chat_template", None) or own_template
         template = choose_template(templates, chosen, chat.get("tools") is not None)
-        text = render_chat(chat.pop("messages"), template, content_format=content_format, variables=variables, **chat)
-        return {"text": text}
+        messages, options = chat.pop("messages"), {"content_format": content_format, "variables": variables, **chat}
+        text = render_chat(messages, template, **options)
+        end = find_generation_prompt(text, messages, template, **options) if finds_generation_prompt else None
+        return {"text": text, "generation_prompt": end}
     except RequestError as error:
         return _TOO_MUCH_MEMORY if isinstance(error.__cause__, MemoryError) else {"error": str(error)}
     except MemoryError:

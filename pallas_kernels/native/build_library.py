@@ -33,6 +33,7 @@ OBJECTS = (
     }
     | {f"{name}_amx": (f"{name}_amx.c", AMX) for name in ("attention", "linear", "quantized", "rounded")}
     | {"linear_avx512bf16": ("linear.c", AVX512BF16), "rounded_avx512vnni": ("rounded.c", AVX512VNNI)}
+    | {"records": ("records.c", AVX2)}
     | {
         name: (f"{name}.c", ())
         for name in (

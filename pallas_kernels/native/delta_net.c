@@ -172,7 +172,7 @@ static void compute_heads(const DeltaNet *d, int64_t row, int64_t key_head, floa
       };
       apply_rule_to_head(tokens, state, values);
       if (block.snapshot >= 0)
-        __builtin_memcpy(d->state + (block.snapshot * d->value_heads + head) * size, state, sizeof(float) * size);
+        copy_past_caches(d->state + (block.snapshot * d->value_heads + head) * size, state, size);
       finish_head(d, block, head, o, values);
     }
   }

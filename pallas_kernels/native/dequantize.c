@@ -1,95 +1,14 @@
 // Decodes quantized weights tile by tile; compiled once for AVX-512 and once for AVX2.
 //
 // Each element is computed as NumPy does: subtract, multiply, add, each rounded to float32, then rounded once to bfloat16.
-#include "dequantize.h"
+#include "block_codes.h"
 
-#include <string.h>
-
-#include "vectors.h"
-
-enum { TILE_ROWS = 32, TILE_COLUMNS = 256, MOST_CODES = 256, WIDTH = TILE_COLUMNS + LANES };  // rows begin in other sets
+enum { TILE_ROWS = 32, WIDTH = TILE_COLUMNS + LANES };  // rows begin in other sets
 
 // The columns of a tile, and the first run that has some of them.
 typedef struct {
   int64_t first, count, run;
 } Columns;
-
-// Adds a bit field of bytes to as many codes.
-INLINE void read_field(const uint8_t *bytes, int64_t count, int shift, uint8_t mask, int up, uint8_t *codes) {
-  int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    const __m128i *from = (const __m128i *)(bytes + i);
-    __m128i *to = (__m128i *)(codes + i);
-    // Bytes are shifted in pairs; the mask takes away what comes from the other byte.
-    const __m128i shifted = _mm_srl_epi16(_mm_loadu_si128(from), _mm_cvtsi32_si128(shift));
-    const __m128i field = _mm_and_si128(shifted, _mm_set1_epi8((char)mask));
-    _mm_storeu_si128(to, _mm_or_si128(_mm_loadu_si128(to), _mm_sll_epi16(field, _mm_cvtsi32_si128(up))));
-  }
-  for (; i < count; i++) codes[i] |= (uint8_t)((bytes[i] >> shift & mask) << up);
-}
-
-// Adds the bits of bytes to as many codes, the lowest bit first.
-static void read_bits(const uint8_t *bytes, int64_t count, int up, uint8_t *codes) {
-  const uint64_t each = 0x0101010101010101;
-  for (int64_t i = 0; i < count; i += 8) {
-    uint64_t eight;
-    memcpy(&eight, codes + i, 8);
-    const uint64_t bits = bytes[i / 8] * each & 0x8040201008040201;  // each in a byte of its own
-    eight |= ((bits + 0x7f * each) >> 7 & each) << up;
-    memcpy(codes + i, &eight, 8);
-  }
-}
-
-// Adds the halves of bytes to twice as many codes, the lower one first.
-static void read_nibbles(const uint8_t *bytes, int64_t count, int up, uint8_t *codes) {
-  int64_t i = 0;
-  const __m128i mask = _mm_set1_epi8(15);
-  for (; i + 32 <= count && !up; i += 32) {
-    const __m128i pairs = _mm_loadu_si128((const __m128i *)(bytes + i / 2));
-    const __m128i low = _mm_and_si128(pairs, mask), high = _mm_and_si128(_mm_srli_epi16(pairs, 4), mask);
-    _mm_storeu_si128((__m128i *)(codes + i), _mm_unpacklo_epi8(low, high));
-    _mm_storeu_si128((__m128i *)(codes + i + 16), _mm_unpackhi_epi8(low, high));
-  }
-  for (; i < count; i++) codes[i] |= (uint8_t)((bytes[i / 2] >> i % 2 * 4 & 15) << up);
-}
-
-// Reads eight codes that run from byte to byte.
-static void read_eight(const uint8_t *bytes, int64_t width, uint8_t *codes) {
-  uint64_t stream = 0;
-  for (int64_t i = 0; i < width; i++) stream |= (uint64_t)bytes[i] << 8 * i;
-  for (int i = 0; i < 8; i++, stream >>= width) codes[i] = stream & ((1u << width) - 1);
-}
-
-// Adds fields to the codes of a block, above the bits that these have.
-static void read_fields(Fields fields, const uint8_t *block, int64_t num_codes, int up, uint8_t *codes) {
-  const uint8_t mask = (uint8_t)((1 << fields.width) - 1);
-  const uint8_t *bytes = block + fields.offset;
-  if (!fields.run) return read_eight(bytes, fields.width, codes);
-  if (fields.width == 1 && fields.run == 1) return read_bits(bytes, num_codes, up, codes);
-  if (fields.width == 4 && fields.run == 1) return read_nibbles(bytes, num_codes, up, codes);
-  for (int64_t i = 0; i < num_codes; bytes += fields.run)
-    for (int shift = 0; shift < 8; shift += (int)fields.width, i += fields.run)
-      read_field(bytes, fields.run, shift, mask, up, codes + i);
-}
-
-// Returns a tile's codes of a row, which are unpacked into `scratch` if they lie in blocks.
-static const uint8_t *read_codes(const Dequantize *job, int64_t row, Columns columns, uint8_t *scratch) {
-  const Blocks *blocks = &job->blocks;
-  const uint8_t *bytes = job->codes + row * job->code_row;
-  if (!blocks->num_codes) return bytes + columns.first;
-  const int64_t first = blocks->first + columns.first, begin = first / blocks->num_codes;
-  const int64_t end = (first + columns.count + blocks->num_codes - 1) / blocks->num_codes;
-  const int64_t num_codes = (end - begin) * blocks->num_codes;
-  const int64_t step = blocks->num_bytes == 1 ? num_codes : blocks->num_codes;  // bytes of codes are one large block
-  memset(scratch, 0, (size_t)num_codes);
-  bytes += begin * blocks->num_bytes;
-  for (int64_t at = 0; at < num_codes; at += step, bytes += blocks->num_bytes) {
-    read_fields(blocks->low, bytes, step, 0, scratch + at);
-    if (blocks->high.width) read_fields(blocks->high, bytes, step, (int)blocks->low.width, scratch + at);
-  }
-  for (int64_t i = 0; i < num_codes; i++) scratch[i] -= (uint8_t)blocks->zero;
-  return scratch + (first - begin * blocks->num_codes);
-}
 
 static void look_up(const Dequantize *job, const uint8_t *codes, int64_t count, float *values) {
   int64_t i = 0;
@@ -218,7 +137,7 @@ static void write_any(const Dequantize *job, int64_t at, int64_t num_rows, int64
 
 static void dequantize(const Dequantize *job) {
   float values[TILE_ROWS][WIDTH];
-  uint8_t scratch[TILE_COLUMNS + 2 * MOST_CODES];
+  uint8_t scratch[SCRATCH_BYTES];
   Columns columns = {0, 0, 0};
   for (; columns.first < job->num_columns; columns.first += columns.count) {
     const int64_t left = job->num_columns - columns.first;
@@ -227,7 +146,8 @@ static void dequantize(const Dequantize *job) {
     for (int64_t row = 0; row < job->num_rows; row += TILE_ROWS) {
       const int64_t num_rows = job->num_rows - row < TILE_ROWS ? job->num_rows - row : TILE_ROWS;
       for (int64_t r = 0; r < num_rows; r++) {
-        look_up(job, read_codes(job, row + r, columns, scratch), columns.count, values[r]);
+        const uint8_t *codes = job->codes + (row + r) * job->code_row;
+        look_up(job, read_codes(&job->blocks, codes, columns.first, columns.count, scratch), columns.count, values[r]);
         if (!job->column_groups) scale_runs(job, row + r, columns, values[r]);
       }
       if (job->column_groups) scale_columns(job, row, num_rows, columns, values);

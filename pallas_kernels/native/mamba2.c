@@ -145,7 +145,7 @@ static void compute_head(const Mamba2 *m, int64_t row, int64_t head, float *scra
     };
     update_head(tokens, state, values);
     if (block.snapshot >= 0)
-      __builtin_memcpy(m->state + (block.snapshot * m->heads + head) * size, state, sizeof(float) * size);
+      copy_past_caches(m->state + (block.snapshot * m->heads + head) * size, state, size);
     finish_head(m, block, head, y, values);
   }
 }

@@ -4,6 +4,8 @@
 #include "handlers.h"
 #include "linear_job.h"
 
+#define INLINE static inline __attribute__((always_inline))  // vectors.h needs other instructions
+
 static int is_number(int32_t kind) { return kind >= NO_NUMBERS && kind <= NUMBERS_S8; }
 
 // Blocks begin on a cache line where that costs less than a fiftieth.
@@ -69,67 +71,95 @@ static int64_t record_bytes(const Form *f) {
          number_bytes(f->factors) * (f->biases ? 2 : 1);
 }
 
-static void move(char *of_record, char *of_panel, size_t size, int is_inverse) {
-  if (is_inverse) memcpy(of_record, of_panel, size);
-  else memcpy(of_panel, of_record, size);
+// Moves a word of each row's record to a panel or back; the words of a panel follow one another.
+INLINE void move_words(char *const *rows, int64_t at, char *words, uint32_t flip, const int is_inverse) {
+  for (int r = 0; r < PANEL; r++) {
+    if (!rows[r]) continue;
+    char *of_row = rows[r] + at, *of_panel = words + 4 * r;
+    uint32_t word;
+    memcpy(&word, is_inverse ? of_panel : of_row, 4);
+    word ^= flip;
+    memcpy(is_inverse ? of_row : of_panel, &word, 4);
+  }
 }
 
-// Moves the codes of a record of output r, which begins at a feature of its group.
-static void move_codes(const Form *f, char *record, char *group, int64_t feature, int r, int is_inverse) {
+// Moves the codes of a record of each row, which begins at a feature of its group.
+INLINE void move_codes(const Form *f, char *const *rows, char *group, int64_t feature, const int is_inverse) {
   const uint32_t flip = f->values == CODES_INT8 ? 0x80808080u : 0;
   const int64_t unit = code_unit(f), count = code_bytes(f);
   if (unit > 1 && f->span % unit == 0) {
-    char *words = group + (feature / unit * PANEL + r) * 4;
-    for (int64_t i = 0; i < count; i += 4, words += 4 * PANEL) {
-      uint32_t word;
-      memcpy(&word, is_inverse ? words : record + i, 4);
-      word ^= flip;
-      memcpy(is_inverse ? record + i : words, &word, 4);
-    }
+    for (int64_t i = 0; i < count; i += 4)
+      move_words(rows, i, group + (feature / unit + i / 4) * PANEL * 4, flip, is_inverse);
     return;
   }
   for (int64_t i = 0; i < count; i++) {
     const int64_t at = feature / (f->values == CODES_UINT4 ? 2 : 1) + i;  // the byte among those of the output
-    char *byte = unit == 1 ? group + at * PANEL + r : group + (at / 4 * PANEL + r) * 4 + at % 4;
-    if (is_inverse) record[i] = (char)(*byte ^ (char)flip);
-    else *byte = (char)(record[i] ^ (char)flip);
+    for (int r = 0; r < PANEL; r++) {
+      if (!rows[r]) continue;
+      char *byte = unit == 1 ? group + at * PANEL + r : group + (at / 4 * PANEL + r) * 4 + at % 4;
+      if (is_inverse) rows[r][i] = (char)(*byte ^ (char)flip);
+      else *byte = (char)(rows[r][i] ^ (char)flip);
+    }
   }
 }
 
-static void move_record(const Quantized *q, char *record, char *panel, int64_t index, int r, int is_inverse) {
+// Moves a number of each row's record.
+INLINE void move_numbers(char *const *rows, int64_t at, char *numbers, const size_t size, const int is_inverse) {
+  for (int r = 0; r < PANEL; r++)
+    if (rows[r]) memcpy(is_inverse ? rows[r] + at : numbers + r * size, is_inverse ? numbers + r * size : rows[r] + at, size);
+}
+
+// Moves record `index` of each row; numbers are packed once for those that share them.
+INLINE void move_records(const Quantized *q, char *const *rows, char *panel, int64_t index, const int is_inverse) {
   const Form *f = &q->form;
   const int64_t feature = index * f->span, group = feature / f->group;
   char *of_group = (char *)group_of(q, panel, group), *of_block = (char *)block_of(q, panel, group);
-  move_codes(f, record, of_group, feature % f->group, r, is_inverse);
-  record += code_bytes(f);
+  move_codes(f, rows, of_group, feature % f->group, is_inverse);
   const struct {
     int64_t size;
     char *numbers;
+    int is_needed;
   } fields[5] = {
-      {number_bytes(f->scales), of_group + q->scale_at},
-      {number_bytes(f->zeros), of_group + q->zero_at},
-      {number_bytes(f->biases), of_group + q->bias_at},
-      {number_bytes(f->factors), of_block},
-      {f->biases ? number_bytes(f->factors) : 0, of_block + PANEL * number_bytes(f->factors)},
+      {number_bytes(f->scales), of_group + q->scale_at, is_inverse || feature % f->group == 0},
+      {number_bytes(f->zeros), of_group + q->zero_at, is_inverse || feature % f->group == 0},
+      {number_bytes(f->biases), of_group + q->bias_at, is_inverse || feature % f->group == 0},
+      {number_bytes(f->factors), of_block, is_inverse || feature % f->factor_group == 0},
+      {f->biases ? number_bytes(f->factors) : 0, of_block + PANEL * number_bytes(f->factors),
+       is_inverse || feature % f->factor_group == 0},
   };
-  for (int i = 0; i < 5; record += fields[i++].size)
-    move(record, fields[i].numbers + r * fields[i].size, (size_t)fields[i].size, is_inverse);
+  int64_t at = code_bytes(f);
+  for (int i = 0; i < 5; at += fields[i++].size) {
+    if (!fields[i].is_needed) continue;
+    switch (fields[i].size) {
+      case 1: move_numbers(rows, at, fields[i].numbers, 1, is_inverse); break;
+      case 2: move_numbers(rows, at, fields[i].numbers, 2, is_inverse); break;
+      case 4: move_numbers(rows, at, fields[i].numbers, 4, is_inverse); break;
+      default: break;
+    }
+  }
+}
+
+INLINE void move_panel(const PackJob *job, int64_t panel, const int is_inverse) {
+  const Quantized *q = job->q;
+  const int64_t records = q->num_in / q->form.span, size = record_bytes(&q->form);
+  char *packed = job->packed + panel * panel_bytes(q), *rows[PANEL];
+  if (!is_inverse) memset(packed, 0, (size_t)panel_bytes(q));
+  for (int r = 0; r < PANEL; r++) {
+    const int64_t row = row_of_panel(job->num_out, job->is_gated, panel, r);
+    rows[r] = row < 0 ? 0 : job->records + row * records * size;
+  }
+  for (int64_t i = 0; i < records; i++) {
+    move_records(q, rows, packed, i, is_inverse);
+    for (int r = 0; r < PANEL; r++) rows[r] = rows[r] ? rows[r] + size : 0;
+  }
 }
 
 static void pack_job(void *context) {
   PackJob *job = context;
-  const Quantized *q = job->q;
-  const int64_t panels = num_panels(job->num_out, job->is_gated), records = q->num_in / q->form.span;
-  const int64_t size = record_bytes(&q->form);
-  for (int64_t panel; (panel = atomic_fetch_add(&job->next, 1)) < panels;) {
-    char *packed = job->packed + panel * panel_bytes(q);
-    if (!job->is_inverse) memset(packed, 0, (size_t)panel_bytes(q));
-    for (int r = 0; r < PANEL; r++) {
-      const int64_t row = row_of_panel(job->num_out, job->is_gated, panel, r);
-      for (int64_t i = 0; row >= 0 && i < records; i++)
-        move_record(q, job->records + (row * records + i) * size, packed, i, r, job->is_inverse);
-    }
-  }
+  const int64_t panels = num_panels(job->num_out, job->is_gated);
+  for (int64_t panel; (panel = atomic_fetch_add(&job->next, 1)) < panels;)
+    if (job->is_inverse) move_panel(job, panel, 1);
+    else move_panel(job, panel, 0);
 }
 
 // Packs rows of records [num_out, ...], or restores them; returns the bytes of a panel's block, 0 if the form has no layout.

@@ -13,9 +13,11 @@ enum { GROUP = 16, BLOCK_TOKENS = 32, LEAST_TAPS = 2, MOST_TAPS = 4 };
 
 static inline int64_t whole_groups(int64_t count) { return (count + GROUP - 1) / GROUP * GROUP; }
 
-// Rows of a step: as StateRows of recurrent_states.py has them.
+// Rows of a step: as StateRows of recurrent_states.py has them, but for the page that takes a copy after each token of the
+// step, or -1.
 typedef struct {
-  const int32_t *starts, *lens, *are_new, *pages, *snapshot_lens, *snapshot_pages;
+  const int32_t *starts, *lens, *are_new, *pages;
+  const int32_t *pages_after;
   int64_t count;
 } StateRows;
 
@@ -27,15 +29,15 @@ typedef struct {
 } Block;
 
 static inline Block block_after(const StateRows *rows, int64_t row, int64_t done) {
-  const int64_t len = rows->lens[row], cut = rows->snapshot_lens[row];
-  int64_t count = len - done < BLOCK_TOKENS ? len - done : BLOCK_TOKENS;
-  const int is_cut = cut > done && cut <= done + count;
-  if (is_cut) count = cut - done;
+  const int64_t first = rows->starts[row] + done, left = rows->lens[row] - done;
+  const int64_t most = left < BLOCK_TOKENS ? left : BLOCK_TOKENS;
+  int64_t count = 1;
+  while (count < most && rows->pages_after[first + count - 1] < 0) count++;
   return (Block){
-      .first = rows->starts[row] + done,
+      .first = first,
       .count = count,
       .page = rows->pages[row],
-      .snapshot = is_cut ? rows->snapshot_pages[row] : -1,
+      .snapshot = rows->pages_after[first + count - 1],
       .is_new = done == 0 && rows->are_new[row],
   };
 }

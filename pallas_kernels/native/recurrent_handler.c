@@ -23,37 +23,40 @@ typedef struct {
   _Alignas(64) atomic_llong next;
 } ShortConvolutionJob;
 
-enum { ROW_ARRAYS = 6, SHARED_AT_ONCE = 4, TOKENS_AT_ONCE = 8, CHANNELS_AT_ONCE = 128 };
+enum { ROW_ARRAYS = 4, SHARED_AT_ONCE = 4, TOKENS_AT_ONCE = 8, CHANNELS_AT_ONCE = 128 };
 
 static int is_f32(const FfiBuffer *buffer, int64_t count) { return buffer->dtype == FFI_F32 && elements(buffer) == count; }
 
-static StateRows rows_of(const FfiBuffer *buffer) {
+static StateRows rows_of(const FfiBuffer *buffer, const FfiBuffer *pages_after) {
   const int32_t *data = buffer->data;
   const int64_t count = buffer->dims[1];
-  return (StateRows){data, data + count, data + 2 * count, data + 3 * count, data + 4 * count, data + 5 * count, count};
+  return (StateRows){data, data + count, data + 2 * count, data + 3 * count, pages_after->data, count};
 }
 
 // Whether each row's tokens and pages exist, and rows follow each other; returns the tokens of all rows, or -1.
 static int64_t count_tokens(const StateRows *rows, int64_t num_tokens, int64_t num_pages) {
   int64_t used = 0;
   for (int64_t i = 0; i < rows->count; i++) {
-    const int64_t len = rows->lens[i], cut = rows->snapshot_lens[i];
+    const int64_t len = rows->lens[i];
     if (len == 0) continue;
     if (len < 0 || rows->starts[i] != used || used + len > num_tokens) return -1;
     if (rows->pages[i] < 0 || rows->pages[i] >= num_pages) return -1;
-    if (cut > 0 && cut <= len && (rows->snapshot_pages[i] < 0 || rows->snapshot_pages[i] >= num_pages)) return -1;
     used += len;
   }
+  for (int64_t t = 0; t < used; t++)
+    if (rows->pages_after[t] < -1 || rows->pages_after[t] >= num_pages) return -1;
   return used;
 }
 
-// Whether weight [taps, channels], bias [channels] or [0], tail [P, taps - 1, channels] and rows [6, R] go together.
+// Whether weight [taps, channels], bias [channels] or [0], tail [P, taps - 1, channels], rows [4, R] and the pages after
+// tokens go together.
 static int is_convolution(const FfiBuffer *weight, const FfiBuffer *bias, const FfiBuffer *tail, const FfiBuffer *rows,
-                          int64_t channels) {
+                          const FfiBuffer *pages_after, int64_t num_tokens, int64_t channels) {
   return weight->dtype == FFI_F32 && weight->rank == 2 && weight->dims[0] >= LEAST_TAPS && weight->dims[0] <= MOST_TAPS &&
          weight->dims[1] == channels && (is_f32(bias, channels) || is_f32(bias, 0)) && tail->dtype == FFI_F32 &&
          tail->rank == 3 && tail->dims[1] == weight->dims[0] - 1 && tail->dims[2] == channels &&
-         rows->dtype == FFI_S32 && rows->rank == 2 && rows->dims[0] == ROW_ARRAYS;
+         rows->dtype == FFI_S32 && rows->rank == 2 && rows->dims[0] == ROW_ARRAYS && pages_after->dtype == FFI_S32 &&
+         elements(pages_after) == num_tokens;
 }
 
 static Convolution convolution_of(const FfiBuffer *weight, const FfiBuffer *bias, const FfiBuffer *tail) {
@@ -89,18 +92,19 @@ static int is_delta_net(FfiFrame *frame, const DeltaNet *d) {
   const int64_t heads = d->value_heads, channels = 2 * d->key_heads * d->key_dim + heads * d->value_dim;
   return are_rows(ffi_argument(frame, 0), ffi_result(frame, 0), channels + heads * d->value_dim + 2 * heads,
                   heads * d->value_dim) &&
-         is_convolution(ffi_argument(frame, 1), ffi_argument(frame, 2), tail, ffi_argument(frame, 8), channels) &&
+         is_convolution(ffi_argument(frame, 1), ffi_argument(frame, 2), tail, ffi_argument(frame, 8),
+                        ffi_argument(frame, 9), ffi_argument(frame, 0)->dims[0], channels) &&
          is_f32(ffi_argument(frame, 4), heads) && is_f32(ffi_argument(frame, 5), d->value_dim) &&
          is_state(ffi_argument(frame, 7), tail, heads, d->key_dim, d->value_dim);
 }
 
 // Arguments: projected f32 [T, width], weight of the convolution f32 [taps, channels], bias f32 [channels] or [0], a_log,
-// dt_bias f32 [Hv], norm f32 [dv], tail f32 [P, taps - 1, channels], state f32 [P, Hv, tiles, dk, 16], rows s32 [6, R]: the
-// fields of StateRows. Attributes: key_heads, key_dim, value_dim, eps.
+// dt_bias f32 [Hv], norm f32 [dv], tail f32 [P, taps - 1, channels], state f32 [P, Hv, tiles, dk, 16], rows s32 [4, R]: the
+// first fields of StateRows, pages after tokens s32 [T]. Attributes: key_heads, key_dim, value_dim, eps.
 // Results: heads f32 [T, Hv * dv], zeros for padding tokens; tail and state, which are the same memory as the arguments.
 EXPORT FfiError *jaxserve_delta_net(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
-  if (frame->arguments.size != 9) return ffi_error(frame, "jaxserve_delta_net: shapes or dtypes do not go together");
+  if (frame->arguments.size != 10) return ffi_error(frame, "jaxserve_delta_net: shapes or dtypes do not go together");
   const FfiBuffer *x = ffi_argument(frame, 0), *tail = ffi_argument(frame, 6), *state = ffi_argument(frame, 7);
   const FfiBuffer *a_log = ffi_argument(frame, 3), *rows = ffi_argument(frame, 8), *out = ffi_result(frame, 0);
   DeltaNetJob job = {
@@ -123,7 +127,7 @@ EXPORT FfiError *jaxserve_delta_net(FfiFrame *frame) {
   if (!is_delta_net(frame, &job.layer)) return ffi_error(frame, "jaxserve_delta_net: shapes or dtypes do not go together");
   if (tail->data != ffi_result(frame, 1)->data || state->data != ffi_result(frame, 2)->data)
     return ffi_error(frame, "jaxserve_delta_net: the states are not updated in place");
-  job.layer.rows = rows_of(rows);
+  job.layer.rows = rows_of(rows, ffi_argument(frame, 9));
   job.layer.width = x->dims[1];
   job.layer.convolution = convolution_of(ffi_argument(frame, 1), ffi_argument(frame, 2), tail);
   const int64_t used = count_tokens(&job.layer.rows, x->dims[0], tail->dims[0]);
@@ -165,7 +169,8 @@ static int is_mamba2(FfiFrame *frame, const Mamba2 *m) {
   if (!is_f32(norm, inner) && !is_f32(norm, 0)) return 0;
   if (elements(norm) && (m->norm_groups <= 0 || inner % m->norm_groups || !m->is_gated)) return 0;
   return are_rows(ffi_argument(frame, 0), ffi_result(frame, 0), inner + channels + m->heads, inner) &&
-         is_convolution(ffi_argument(frame, 1), ffi_argument(frame, 2), tail, ffi_argument(frame, 9), channels) &&
+         is_convolution(ffi_argument(frame, 1), ffi_argument(frame, 2), tail, ffi_argument(frame, 9),
+                        ffi_argument(frame, 10), ffi_argument(frame, 0)->dims[0], channels) &&
          is_f32(ffi_argument(frame, 4), m->heads) && is_f32(ffi_argument(frame, 5), m->heads) &&
          is_state(ffi_argument(frame, 8), tail, m->heads, m->state_dim, m->head_dim);
 }
@@ -182,12 +187,12 @@ static void run_mamba2(Mamba2Job *job) {
 
 // Arguments: projected f32 [T, width], weight of the convolution f32 [taps, channels], bias f32 [channels] or [0], a_log,
 // dt_bias, d f32 [heads], norm f32 [heads * head_dim] or [0], tail f32 [P, taps - 1, channels], state f32 [P, heads, tiles,
-// state_dim, 16], rows s32 [6, R]: the fields of StateRows.
+// state_dim, 16], rows s32 [4, R], pages after tokens s32 [T].
 // Attributes: head_dim, groups, state_dim, norm_groups, is_before_gate, is_gated, eps, least, most.
 // Results: heads f32 [T, heads * head_dim], zeros for padding tokens; tail and state, the same memory as the arguments.
 EXPORT FfiError *jaxserve_mamba2(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
-  if (frame->arguments.size != 10) return ffi_error(frame, "jaxserve_mamba2: shapes or dtypes do not go together");
+  if (frame->arguments.size != 11) return ffi_error(frame, "jaxserve_mamba2: shapes or dtypes do not go together");
   const FfiBuffer *x = ffi_argument(frame, 0), *tail = ffi_argument(frame, 7), *state = ffi_argument(frame, 8);
   const FfiBuffer *a_log = ffi_argument(frame, 3), *norm = ffi_argument(frame, 6), *out = ffi_result(frame, 0);
   Mamba2Job job = {
@@ -216,7 +221,7 @@ EXPORT FfiError *jaxserve_mamba2(FfiFrame *frame) {
   if (!is_mamba2(frame, &job.layer)) return ffi_error(frame, "jaxserve_mamba2: shapes or dtypes do not go together");
   if (tail->data != ffi_result(frame, 1)->data || state->data != ffi_result(frame, 2)->data)
     return ffi_error(frame, "jaxserve_mamba2: the states are not updated in place");
-  job.layer.rows = rows_of(ffi_argument(frame, 9));
+  job.layer.rows = rows_of(ffi_argument(frame, 9), ffi_argument(frame, 10));
   job.layer.width = x->dims[1];
   job.layer.num_tokens = x->dims[0];
   job.layer.convolution = convolution_of(ffi_argument(frame, 1), ffi_argument(frame, 2), tail);
@@ -240,20 +245,20 @@ static void short_convolution_job(void *context) {
 }
 
 // Arguments: projected f32 [T, 3 * channels], weight f32 [taps, channels], bias f32 [channels] or [0], tail f32 [P, taps - 1,
-// channels], rows s32 [6, R]: the fields of StateRows.
+// channels], rows s32 [4, R], pages after tokens s32 [T].
 // Results: f32 [T, channels], zeros for padding tokens; the tail, which is the same memory as the argument.
 EXPORT FfiError *jaxserve_short_convolution(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
   const FfiBuffer *x = ffi_argument(frame, 0), *weight = ffi_argument(frame, 1), *bias = ffi_argument(frame, 2);
   const FfiBuffer *tail = ffi_argument(frame, 3), *out = ffi_result(frame, 0);
-  if (frame->arguments.size != 5 || weight->rank != 2 ||
+  if (frame->arguments.size != 6 || weight->rank != 2 ||
       !are_rows(x, out, 3 * weight->dims[1], weight->dims[1]) ||
-      !is_convolution(weight, bias, tail, ffi_argument(frame, 4), weight->dims[1]))
+      !is_convolution(weight, bias, tail, ffi_argument(frame, 4), ffi_argument(frame, 5), x->dims[0], weight->dims[1]))
     return ffi_error(frame, "jaxserve_short_convolution: shapes or dtypes do not go together");
   if (tail->data != ffi_result(frame, 1)->data)
     return ffi_error(frame, "jaxserve_short_convolution: the tail is not updated in place");
   ShortConvolutionJob job = {
-      .layer = {.rows = rows_of(ffi_argument(frame, 4)), .projected = x->data, .out = out->data},
+      .layer = {.rows = rows_of(ffi_argument(frame, 4), ffi_argument(frame, 5)), .projected = x->data, .out = out->data},
       .compute = instructions_in_use() >= HAS_AVX512 ? avx512_short_convolution : avx2_short_convolution,
   };
   job.layer.convolution = convolution_of(weight, bias, tail);

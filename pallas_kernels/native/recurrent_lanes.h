@@ -69,6 +69,17 @@ INLINE void read_ahead(const float *p, int64_t count) {
   for (int64_t i = 0; i < count; i += GROUP) _mm_prefetch((const char *)(p + i), _MM_HINT_T0);
 }
 
+// Copies whole groups of a head's state past the caches, as the copy is not read soon.
+INLINE void copy_past_caches(float *to, const float *from, int64_t count) {
+  for (int64_t i = 0; i < count; i += LANES)
+#ifdef __AVX512F__
+    _mm512_stream_ps(to + i, vec_load(from + i));
+#else
+    _mm256_stream_ps(to + i, vec_load(from + i));
+#endif
+  _mm_sfence();
+}
+
 // log(1 + exp(x)) as max(x, 0) + log1p(exp(-|x|)), and the logarithm of 1 + u as the series of 2 artanh(u / (2 + u)).
 INLINE Wide wide_softplus(Wide x) {
   EACH_PART {

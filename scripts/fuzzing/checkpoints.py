@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from tests import block_heads
+from tests.block_heads import write_dflash
 from tests.draft_heads import HEAD, write_eagle, write_eagle3, write_mtp
 from tests.random_checkpoint import DEEPSEEK, LLAMA, SHARING, write_checkpoint, write_tokenizer
 
@@ -105,7 +107,10 @@ def write_drafter(folder: Path, target: Path, family: str, method: str, drafter:
         write_eagle(directory, {**_HEAD, "architectures": ["LlamaForCausalLM"]}, seed)
         return directory
     if method == "eagle3":
-        write_eagle3(directory, {**_HEAD, "draft_vocab_size": 200}, seed)
+        write_eagle3(directory, {**_HEAD, "draft_vocab_size": 200, "mask_token_id": 17}, seed, mask_size=48)
+        return directory
+    if method == "dflash":
+        write_dflash(directory, block_heads.HEAD, seed)
         return directory
     if method != "draft_model":
         return None

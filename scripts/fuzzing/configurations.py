@@ -29,7 +29,10 @@ _EXPERT_MESHES: tuple[dict[str, Any], ...] = (
     {"expert_parallel_size": 2, "pipeline_parallel_size": 2},
 )
 _RESHARDS = ("tensor=2", "stage=2", "data=2", "tensor=1")
-_METHODS = ("ngram", "suffix", "grammar", "replay", "replay", "draft_model", "draft_model", "eagle", "eagle3", "mtp")
+_METHODS = (
+    *("ngram", "suffix", "grammar", "replay", "replay", "draft_model", "draft_model"),
+    *("eagle", "eagle3", "eagle3", "dflash", "mtp"),
+)
 _ON_HOST = ("ngram", "suffix", "grammar", "replay")
 _REASONING = {"reasoning_parser": "think"}
 NAN_PROCESSOR = "tests.faults.nan_processor:NAN_FROM"
@@ -80,7 +83,7 @@ def draw(seed: int, number: int) -> Configuration:
     """Return the configuration with a number."""
     rng = random.Random(f"configuration {seed} {number}")
     method = rng.choice(_METHODS)
-    family = {"mtp": "deepseek", "eagle3": "deep"}.get(method) or rng.choice([*FAMILIES])
+    family = {"mtp": "deepseek", "eagle3": "deep", "dflash": "deep"}.get(method) or rng.choice([*FAMILIES])
     meshes = _MESHES + _EXPERT_MESHES * 2 if family in WITH_EXPERTS else _MESHES
     mesh = rng.choice(meshes) if rng.random() < 0.55 else {}
     settings = {**_sizes(rng, mesh), **_kernels(rng), **mesh}
@@ -149,7 +152,7 @@ def _speculation(rng: random.Random, method: str) -> dict[str, Any]:
             "suffix_decoding_max_spec_factor": rng.choice((1.0, 2.5)),
             "suffix_decoding_min_token_prob": rng.choice((0.0, 0.1)),
         }
-    if method == "draft_model":
+    if method in ("draft_model", "eagle3"):
         found["parallel_drafting"] = rng.random() < 0.4
     if method not in _ON_HOST:
         found["draft_sample_method"] = rng.choice(("probabilistic", "probabilistic", "greedy"))

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError, MemoryPlanError
+from jaxserve.device import start as device_start
 from jaxserve.device.stage import Stage
 from jaxserve.engine import startup
 from tests.draft_heads import HEAD, write_eagle3
@@ -107,6 +108,6 @@ def check_refused(message: str, target: Path, monkeypatch: pytest.MonkeyPatch, *
 
 def start(target: Path, monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any], **settings: Any) -> None:
     """Start an engine, which fails once it loads or compiles anything."""
-    monkeypatch.setattr(startup, "load_params", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(device_start, "load_params", lambda *_: pytest.fail("weights were loaded"))
     monkeypatch.setattr(Stage, "compile", lambda _: pytest.fail("a program was compiled"))
     startup.start_engine(EngineConfig(model=str(target), speculative_config=speculation, **SETTINGS, **settings))

@@ -20,6 +20,8 @@ from jaxserve.lab.compiled import compile_step
 from jaxserve.lab.hardware import get_device
 from jaxserve.lab.plan.plan import read_model
 from sharding import MeshShape, make_mesh
+from tests import block_heads
+from tests.block_heads import write_dflash
 from tests.draft_heads import HEAD, write_eagle3
 from tests.random_checkpoint import DEEPSEEK, LLAMA
 
@@ -46,6 +48,10 @@ def planned(method: str, directory: Path, tensor: int = 1, backend: str | None =
     if method == "eagle3":
         write_eagle3(directory / "head", HEADS)
         drafts["model"] = str(directory / "head")
+    elif method == "dflash":
+        own = {"mask_token_id": 5, "target_layer_ids": [0, 1]}
+        write_dflash(directory / "head", {**block_heads.HEAD, **SIZES, "dflash_config": own})
+        drafts["model"] = str(directory / "head")
     elif method in ("draft_model", "pard"):
         drafts |= {"method": "draft_model", "model": str(directory), "parallel_drafting": method == "pard"}
     settings: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 64, "max_num_batched_tokens": 64}
@@ -67,7 +73,8 @@ def shape_of(num_rows: int) -> BatchShape:
 SLOW = pytest.mark.slow
 CASES = [
     ("eagle3", 1),
-    *[pytest.param(*case, marks=SLOW) for case in [("eagle3", 2), ("draft_model", 2), ("pard", 2), ("ngram", 1)]],
+    *[pytest.param(*case, marks=SLOW) for case in [("eagle3", 2), ("dflash", 1), ("draft_model", 2), ("pard", 2)]],
+    pytest.param("ngram", 1, marks=SLOW),
     pytest.param("mtp", 1, marks=[SLOW, pytest.mark.skipif(KERNEL != "triton", reason="its experts ask for a GPU")]),
 ]
 
@@ -92,7 +99,7 @@ HAS_CUDA = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_CUDA or sys.version_info < (3, 12), reason="needs JAX's CUDA wheels")
-@pytest.mark.parametrize("method", ["eagle3", "mtp", "draft_model", "pard", "ngram"])
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "mtp", "draft_model", "pard", "ngram"])
 def test_steps_with_drafts_compile_for_gpus(method: str, tmp_path: Path) -> None:
     """The drafter's pages and states are a part of the state, which the compiler accepts as updated in place."""
     model = planned(method, tmp_path)

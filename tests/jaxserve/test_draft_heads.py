@@ -122,6 +122,26 @@ def test_eagle3_drafts_what_its_files_say(llama: tuple[Path, CausalLM], form: st
         assert np.abs(found[0][1:, own] - read(*inputs)[0][1:, own]).max() > 0.1, name
 
 
+@pytest.mark.parametrize("size", [48, 16])
+def test_the_state_before_mask_tokens_is_the_files(llama: tuple[Path, CausalLM], size: int, tmp_path: Path) -> None:
+    """As large as what is projected, it is projected; heads that draft in turn need none."""
+    directory, target = llama
+    tensors = write_eagle3(tmp_path, HEAD, mask_size=size)
+    assert load_head("eagle3", tmp_path, directory).mask_state(target) is None
+    found = load_head("eagle3", tmp_path, directory, in_one_pass=True).mask_state(target)
+    given = tensors["mask_hidden"]
+    expected = draft_heads.eagle3_states(tensors, HEAD, given)[0] if size == 48 else given[0]
+    assert found is not None
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_mask_state_of_another_size_is_refused(llama: tuple[Path, CausalLM], tmp_path: Path) -> None:
+    write_eagle3(tmp_path, HEAD, mask_size=24)
+    assert read_eagle3(tmp_path, read_model_config(llama[0])).mask_size is None
+    with pytest.raises(ConfigError, match=r"mask_hidden: expected a tensor of shape \[1, 48\] or .*, got \[1, 24\]"):
+        read_eagle3(tmp_path, read_model_config(llama[0]), in_one_pass=True)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_eagle_drafts_what_its_files_say(llama: tuple[Path, CausalLM], bias: bool, tmp_path: Path) -> None:
     """It reads what the target's output head reads, which also reads its own output, without a norm between."""
@@ -249,9 +269,9 @@ def test_the_layer_is_the_familys_own(architecture: str, tmp_path: Path) -> None
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}}, "different layers"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state: expected true"),
         ({"draft_vocab_size": 21}, "d2t: expected 21 integers"),
-        ({"parallel_drafting": True}, "one pass are not supported"),
+        ({"parallel_drafting": True}, r"mask_hidden: expected .* \[1, 48\] or \[1, 16\], the checkpoint has no such"),
         ({"architectures": ["LlamaForCausalLMMedusa"]}, "architectures: expected one of LlamaForCausalLMEagle3"),
-        ({"speculators_model_type": "dflash"}, "speculators_model_type: expected eagle3, got 'dflash'"),
+        ({"speculators_model_type": "dflash"}, "speculators_model_type: expected eagle3 or peagle, got 'dflash'"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused(

@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "num_gpu_blocks_override": 80,
     "compilation_cache_dir": "",
 }
-VOCAB, LONGEST, NUM_DRAFTS = 360, 64, 3
+VOCAB, LONGEST, NUM_DRAFTS, MASK = 360, 64, 3, 17
 PROMPTS = [{"prompt_token_ids": [*range(3, 3 + length)]} for length in (8, 10, 16, 25)]
 """More than a step holds, so that one is computed in chunks; some end with a page that others go on from."""
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
@@ -65,16 +65,18 @@ class Pair:
             write_checkpoint(self.model, {**LLAMA, "num_hidden_layers": 8, "vocab_size": VOCAB}, 0)
         if method == "eagle":
             write_eagle(self.head, {**HEAD, "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB})
-        elif method == "eagle3":
+        elif method in ("eagle3", "peagle"):
             named = {"verifier": {"name_or_path": str(self.model)}}
             config = as_speculators({**HEAD, "vocab_size": VOCAB, "draft_vocab_size": 200}, speculators_config=named)
-            write_eagle3(self.head, config)
+            one_pass = {"speculators_model_type": "peagle", "mask_token_id": MASK} if method == "peagle" else {}
+            write_eagle3(self.head, {**config, **one_pass}, mask_size=48 if one_pass else None)
+            self.method = "eagle3"
         write_tokenizer(self.model)
         with LLM(str(self.model), **SETTINGS) as alone:
             self.greedy, self.sampled = (self.answers(alone, **options) for options in ({"temperature": 0.0}, SAMPLED))
         named = {} if method == "mtp" else {"model": str(self.head)}
         number = {"num_speculative_tokens": NUM_DRAFTS, "enable_adaptive_verification": False}
-        self.speculation = {"method": method, **number, **named}
+        self.speculation = {"method": self.method, **number, **named}
         self.llm = LLM(
             str(self.model if method == "eagle" else self.head), **SETTINGS, speculative_config=self.speculation
         )
@@ -93,7 +95,10 @@ class Pair:
         return np.array([each.value for each in counters if isinstance(each, Counter)])
 
 
-@pytest.fixture(scope="module", params=["mtp", "eagle3", pytest.param("eagle", marks=pytest.mark.slow)])
+SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("eagle3", "eagle")]
+
+
+@pytest.fixture(scope="module", params=["mtp", "peagle", *SLOW])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     made = Pair(tmp_path_factory.mktemp(request.param), request.param)
     with made.llm:
@@ -195,17 +200,18 @@ def latest_tokens(llm: LLM) -> LatestTokens:
 
 
 def offline_drafts(target: CausalLM, head: DraftHead, tokens: list[int]) -> list[int]:
-    """The drafts after these tokens, from one pass over them for each."""
+    """The drafts after these tokens, from one pass over them for each; in all but the first of a head that needs one
+    for all, mask tokens stand for drafts."""
     padded = np.zeros(LONGEST, np.int32)
     padded[: len(tokens)] = tokens
     states = seen_states(target, head, padded)
     before = np.zeros_like(states)
     before[1 : len(tokens)] = states[: len(tokens) - 1]
-    drafts = []
+    drafts, mask = [], head.mask_state(target)
     for index in range(len(tokens) - 1, len(tokens) - 1 + NUM_DRAFTS):
         token, state = draft_at(target, head, padded, before, index)
         drafts.append(int(token))
-        padded[index + 1], before[index + 1] = token, state
+        padded[index + 1], before[index + 1] = (token, state) if mask is None else (MASK, mask)
     return drafts
 
 

@@ -207,13 +207,16 @@ def test_a_module_on_its_own_gives_the_logits_of_transformers(
 @pytest.mark.parametrize("name", ["qwen3-5", "lfm2", pytest.param("falcon-h1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_shared_prefix_is_not_computed_again(
-    name: str, is_async: bool, checkpoint: Callable[[str], Checkpoint]
+    name: str, is_async: bool, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hits at every length: the same prompt, one that goes on, one that leaves it inside a page, and others between."""
+    """Hits at every length: the same prompt, one that goes on, one that leaves it inside a page, and others between, in
+    the prompt and in the answer. Logprobs are those without a cache, of native kernels bit for bit."""
+    monkeypatch.setattr("jaxserve.scheduling.context_states._DISTANCE", 8)
     made = checkpoint(name)
     first = made.prompts[-1]
-    params = SamplingParams(temperature=0.0, max_tokens=12)
+    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1)
     with LLM(str(made.directory), **settings_of("tp1", async_scheduling=is_async, num_gpu_blocks_override=99)) as llm:
+        is_exact = llm.plan.models[0].kernel.name == "native"
         (cold,) = llm.generate([first], params, use_tqdm=False)
         answer = cold.outputs[0].token_ids
         others = [
@@ -221,17 +224,27 @@ def test_a_shared_prefix_is_not_computed_again(
             [*first, *answer],
             [*first, *answer, 5, 7],
             *(first[:end] + [3, 9, 2] for end in range(2, 40, 5)),
+            *([*first, *answer[:count], 3] for count in (8, 10)),
         ]
         outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in others]
         again = llm.generate(others, params, use_tqdm=False)
     assert answer == made.expected[-1][:12]
     with LLM(str(made.directory), **settings_of("tp1", enable_prefix_caching=False)) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(others, params, use_tqdm=False)]
-    assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert [output.outputs[0].token_ids for output in again] == expected
+        expected = llm.generate(others, params, use_tqdm=False)
+    for found in (outputs, again):
+        assert [output.outputs[0].token_ids for output in found] == [each.outputs[0].token_ids for each in expected]
+        numbers, wanted = [*map(chosen_logprobs, found)], [*map(chosen_logprobs, expected)]
+        np.testing.assert_allclose(numbers, wanted, rtol=0, atol=0 if is_exact else 1e-4)
     cached = [output.num_cached_tokens or 0 for output in outputs]
     assert cached[0] >= 32 and cached[1] == cached[2] == len(first) + len(answer) - 1
-    assert all(found >= end // 8 * 8 for found, end in zip(cached[3:], range(2, 40, 5), strict=True)), cached
+    assert all(found >= end // 8 * 8 for found, end in zip(cached[3:11], range(2, 40, 5), strict=True)), cached
+    assert all(found >= 48 for found in cached[11:]), cached  # a state of the answer, before its last token
+
+
+def chosen_logprobs(output: Any) -> list[float]:
+    """The logprob of each token of the first completion."""
+    (completion, *_) = output.outputs
+    return [each[token].logprob for each, token in zip(completion.logprobs, completion.token_ids, strict=True)]
 
 
 def test_samples_of_one_prompt_start_from_its_state(checkpoint: Callable[[str], Checkpoint]) -> None:
@@ -253,7 +266,7 @@ def test_samples_of_one_prompt_start_from_its_state(checkpoint: Callable[[str], 
     assert moved.num_cached_tokens == 0 and again.num_cached_tokens == len(made.prompts[-1]) - 1
     assert again.metrics is not None and again.metrics.prefix is not None
     assert again.metrics.prefix.num_cached_tokens == again.metrics.prefix.num_shared_tokens == 39
-    assert misses == {"first_seen": 2, "no_checkpoint": 0, "not_read": 0}
+    assert misses == {"first_seen": 2, "no_checkpoint": 0, "evicted": 0, "new_salt": 0, "not_read": 0}
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ def fake_replica() -> Any:
     """A replica with two sequences running and one waiting."""
 
     class Pages:
-        num_queried_tokens, num_hit_tokens = 30, 12
-        misses = collections.Counter({"first_seen": 4, "no_checkpoint": 1})
+        num_queried_tokens, num_hit_tokens, num_states = 30, 12, 6
+        misses = collections.Counter({"first_seen": 4, "no_checkpoint": 1, "evicted": 2})
 
     class Allocator:
         usage = 0.25
@@ -113,14 +113,16 @@ def histogram(found: dict[str, Metric], name: str) -> Histogram:
 
 def test_names_and_kinds() -> None:
     found = collected(EngineMetrics(1000))
-    ours = {"compiles_after_ready", "steps", "decode_rows", "stage_ticks", "idle_stage_ticks", "prefix_cache_misses"}
+    ours = {"compiles_after_ready", "steps", "decode_rows", "stage_ticks", "idle_stage_ticks"}
+    ours |= {"prefix_cache_misses", "prefix_cache_states"}
     assert {name.partition("/")[0] for name in found} == {*OF_VLLM, *ours}
     assert {name.partition("/")[0] for name in found} | {"expert_tokens"} == set(HELP)
     labelled = {f"request_success/{reason}" for reason in FINISH_REASONS}
     labelled |= {f"spec_decode_num_accepted_tokens_per_pos/{position}" for position in (0, 1)}
     labelled |= {f"prefix_cache_misses/{reason}" for reason in MISS_REASONS}
     assert {name for name in found if "/" in name} == labelled
-    assert [found[f"prefix_cache_misses/{reason}"].value for reason in MISS_REASONS] == [4, 1, 0]
+    assert [found[f"prefix_cache_misses/{reason}"].value for reason in MISS_REASONS] == [4, 1, 2, 0, 0]
+    assert found["prefix_cache_states"].value == 6
     names = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos/0", "accepted_tokens_per_pos/1")
     assert [found[f"spec_decode_num_{name}"].value for name in names] == [5, 10, 7, 4, 3]
     kinds = {metric.kind for name, metric in found.items() if name.endswith("_seconds")}

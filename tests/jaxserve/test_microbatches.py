@@ -49,6 +49,9 @@ class StagedRunner:
         self.results = collections.deque[list[list[list[int]]]]()
         self.most_launched = 0
 
+    def warm_up(self) -> None:
+        """There are no programs."""
+
     def launch(self, plans: Items[StepPlan]) -> None:
         """See ``Runner``."""
         assert len({plan.number for plan in plans if rows_of(plan)}) == 1, "lanes number their steps alike"

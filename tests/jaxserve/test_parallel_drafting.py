@@ -27,6 +27,7 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.loading import load_model
 from jaxserve.reshard.resharding import Resharder
 from jaxserve.scheduling.draft_passes import DraftPasses
+from tests.draft_heads import HEAD, write_eagle3
 from tests.jaxserve.test_draft_model import (
     MESHES,
     NUM_DRAFTS,
@@ -206,3 +207,18 @@ def test_what_cannot_draft_in_one_pass(
     directory = with_mask(tmp_path / "model", **named)
     with pytest.raises(ConfigError, match=message):
         plan_engine(EngineConfig(**SETTINGS, **drafting(directory, **keys)))
+
+
+def test_a_head_without_a_mask_token_cannot(tmp_path: Path) -> None:
+    config = json.loads((MODEL_DIRECTORY / "config.json").read_text())
+    sizes = {name: config[name] for name in ("vocab_size", "hidden_size")}
+    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    write_eagle3(tmp_path, {**HEAD, **sizes, **layers}, mask_size=3 * sizes["hidden_size"])
+    keys = {**drafting(tmp_path, **IN_ONE_PASS)["speculative_config"], "method": "eagle3"}
+    with pytest.raises(ConfigError, match="parallel_drafting: .* one token in a pass, as .* ptd_token_id"):
+        plan_engine(EngineConfig(**SETTINGS, speculative_config=keys))
+    with_mask(tmp_path, ptd_token_id=MASK)
+    drafter = plan_engine(EngineConfig(**SETTINGS, speculative_config=keys)).models[-1].drafter
+    assert drafter is not None and drafter.mask_token == MASK
+    alone = plan_engine(EngineConfig(**SETTINGS, speculative_config={**keys, "parallel_drafting": False}))
+    assert alone.models[-1].drafter is not None and alone.models[-1].drafter.mask_token is None

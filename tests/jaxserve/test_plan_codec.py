@@ -21,7 +21,7 @@ from jaxserve.scheduling.plan import (
     StateSnapshot,
     StepPlan,
 )
-from jaxserve.scheduling.plan_codec import decode_plans, encode_plans
+from jaxserve.scheduling.plan_codec import SentRows, decode_plans, encode_plans
 
 INT = st.integers(-(2**31), 2**31 - 1)
 FLOAT = st.floats(allow_nan=False)
@@ -84,6 +84,32 @@ def test_every_field_is_drawn() -> None:
     assert encode_plans([plan]) == msgpack.packb(
         [[3, [], [], [], [], [], [], [2, 5], [-1, -1], [1, 1], [1, 1], [-1, -1], [], [], None, 0]]
     )
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=60))
+def test_rows_that_were_sent_are_named_by_number(steps: list[tuple[int, bool]]) -> None:
+    """Steps of some microbatches in any order, each with the rows that it had before or with new ones."""
+    writer, reader, latest = SentRows(), SentRows(), dict[int, StepPlan]()
+    for number, (microbatch, is_new) in enumerate(steps):
+        plan, before = StepPlan(number, grants=[PageGrant(0, number, [1])]), latest.get(microbatch)
+        plan.add_decode_rows([microbatch] * (number if is_new or before is None else before.num_rows))
+        if before is not None:
+            plan.compare_rows(before)
+        latest[microbatch] = plan
+        other = StepPlan(-1, same_rows_as=-1)  # a lane without work
+        found = reader.restore(decode_plans(encode_plans(writer.shorten([plan, other]))))
+        assert found == [plan, other]
+
+
+def test_a_step_that_changes_nothing_is_short() -> None:
+    """Of 64 rows nothing is sent again; in another lane a row is new."""
+    writer, plans = SentRows(), [StepPlan(1 << 30), StepPlan((1 << 30) + 1)]
+    for plan in plans:
+        plan.add_decode_rows(range(64))
+    plans[1].compare_rows(plans[0])
+    first, second = (encode_plans(writer.shorten([plan])) for plan in plans)
+    assert len(first) > 300 and len(second) <= 64
+    assert plans[1].num_rows == 64, "the plan itself keeps its rows"
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", encode_plans([StepPlan(1)])[:-1], msgpack.packb([[1, 2]]), b"\x07"])

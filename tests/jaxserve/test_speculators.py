@@ -36,6 +36,7 @@ def test_a_drafter_alone_starts_the_model_that_it_names(tmp_path: Path) -> None:
         "num_speculative_tokens": 3,
         "enable_adaptive_verification": True,
         "draft_sample_method": "probabilistic",
+        "parallel_drafting": False,
     }
     assert with_verifier(found) is found
     own = {"method": "eagle3", "model": drafter, "num_speculative_tokens": 7, "draft_sample_method": "greedy"}
@@ -52,7 +53,7 @@ WRONG: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
         r"that model as the model and .*drafter as speculative_config\.model",
     ),
     ({}, {}, r"proposal_methods\[0\]\.speculative_tokens: expected an integer from 1 on, got None"),
-    (NAMED, {"speculators_model_type": "dflash"}, "speculators_model_type: expected eagle3, got 'dflash'"),
+    (NAMED, {"speculators_model_type": "dflash"}, "speculators_model_type: expected eagle3 or peagle, got 'dflash'"),
 ]
 
 

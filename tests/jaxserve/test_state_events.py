@@ -12,6 +12,7 @@ from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.state_allocator import Checkpoint, StateAllocator
 from tests.jaxserve.test_page_events import Context, Events, Pages, Slot
 from tests.plan_rows import Row, rows_of
+from tests.sequences import make_sequence
 
 COPIES_AT_ONCE = 8
 
@@ -24,10 +25,14 @@ class StatePages(Pages):
         self.states: list[Context] = [(-1,)] * num_states
         self.state_pages: dict[int, int] = {}
         self.contexts: dict[int, Context] = {}
+        self.num_kept = 0  # states of rows of which others were kept too
+        self.num_decode_copies = 0  # states kept before a decode row
 
     def run(self, plan: StepPlan, running: list[Sequence]) -> list[list[int]]:
         """The tokens of each row: every row goes on from the state in its page, or from nothing."""
         self.state_pages |= {setup.slot: setup.state_page for setup in plan.setups}
+        admitted = {setup.state_page for setup in plan.setups}
+        self.num_decode_copies += sum(copy.target not in admitted for copy in plan.state_copies)
         for start in range(0, len(plan.state_copies), COPIES_AT_ONCE):
             copies = plan.state_copies[start : start + COPIES_AT_ONCE]
             for copy, state in zip(copies, [self.states[copy.source] for copy in copies], strict=True):
@@ -37,7 +42,8 @@ class StatePages(Pages):
         used = [self.state_pages[row.slot] for row in rows]
         assert len({*used}) == len(used), "two rows update one state"
         assert not {*used} & {snapshot.page for snapshot in plan.snapshots}, "a snapshot over a running state"
-        assert len({snapshot.row for snapshot in plan.snapshots}) == len(plan.snapshots), "two states kept of a row"
+        assert len({snapshot.page for snapshot in plan.snapshots}) == len(plan.snapshots), "two states kept in a page"
+        self.num_kept += len(plan.snapshots) - len({snapshot.row for snapshot in plan.snapshots})
         for row, page in zip(rows, used, strict=True):
             context = self.contexts[row.slot]
             start = len(context) - len(row.token_ids)
@@ -68,6 +74,8 @@ class StateEvents(Events):
         )
         self.windows = [None]
         self.scheduler = Scheduler(limits, self.allocator)
+        assert self.scheduler.pages.states is not None
+        self.scheduler.pages.states._distance = page_size * int(rng.choice([1, 2]))  # contexts are short
         self.pages = self.device = StatePages(num_states, num_pages, page_size, num_stages)
         self.room = num_pages * page_size
 
@@ -141,3 +149,16 @@ def test_random_events_meet_what_they_are_meant_to() -> None:
     assert sum(each.scheduler.num_preemptions for each in runs) > 30
     assert sum(each.scheduler.pages.num_hit_tokens for each in runs) > 150
     assert sum(each.states.num_checkpoints for each in runs) > 30
+    assert sum(each.device.num_kept for each in runs) > 30
+    assert sum(each.device.num_decode_copies for each in runs) > 10
+
+
+def test_no_prompt_is_cut_for_the_states_that_are_kept_of_it() -> None:
+    """Not even with a state at every page and before the generation prompt."""
+    scheduler = Scheduler(SchedulerLimits(2, 64, num_states=99), PageAllocator(40, 4))
+    sequence = make_sequence("a", [*range(100, 150)], 50, 53, num_generation_tokens=3)
+    scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert plan is not None and list(plan.lengths) == [50]
+    assert [snapshot.num_tokens for snapshot in plan.snapshots] == [*range(4, 48, 4), 47, 48]
+    assert len({snapshot.page for snapshot in plan.snapshots}) == 13

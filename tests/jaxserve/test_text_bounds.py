@@ -20,6 +20,7 @@ from jaxserve.engine.admission import Admission
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.server.renderers import RenderedChat
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import EngineInfo, ToEngine
 from jaxserve.text.text_bounds import fast_bound
@@ -177,8 +178,8 @@ class Sending(EngineClient):
     def _take_number(self) -> int:
         return 1
 
-    async def _render(self, chat: Mapping[str, Any], turn: Turn, *request: Any) -> str:
-        return self.rendered
+    async def _render(self, chat: Mapping[str, Any], turn: Turn, *request: Any) -> RenderedChat:
+        return RenderedChat(self.rendered, None)
 
     def _send(self, message: ToEngine) -> None:
         self.sent.append(message)

@@ -50,8 +50,15 @@ def changed_weights(change: Callable[[Any], Any]) -> Callable[..., Any]:
 
 def later_snapshots(rows: Any) -> dict[str, Any]:
     """One token late; the snapshot of a last token stays."""
-    is_inside = (rows.snapshot_lens > 0) & (rows.snapshot_lens < rows.lens)
-    return {"snapshot_lens": rows.snapshot_lens + is_inside}
+    is_last = jnp.isin(rows.snapshot_tokens, rows.starts + rows.lens - 1)
+    return {"snapshot_tokens": rows.snapshot_tokens + ~is_last}
+
+
+def only_first_snapshots(rows: Any) -> dict[str, Any]:
+    """One of each row; the tokens of rows that are no snapshots' are not."""
+    owners = (rows.snapshot_tokens[:, None] >= rows.starts + rows.lens).sum(1)
+    is_first = jnp.concatenate([jnp.ones(1, bool), owners[1:] != owners[:-1]])
+    return {"snapshot_tokens": jnp.where(is_first, rows.snapshot_tokens, 1 << 20)}
 
 
 def swapped_pages(rows: Any) -> dict[str, Any]:
@@ -78,7 +85,8 @@ def padding_row_written(found: Any, arguments: Any) -> Any:
 
 BEFORE: dict[str, Callable[..., Any]] = {
     "snapshot_late": changed_rows(later_snapshots),
-    "no_snapshot": changed_rows(lambda rows: {"snapshot_lens": jnp.zeros_like(rows.snapshot_lens)}),
+    "no_snapshot": changed_rows(lambda rows: {"snapshot_tokens": jnp.full_like(rows.snapshot_tokens, 1 << 20)}),
+    "one_snapshot_of_a_row": changed_rows(only_first_snapshots),
     "neighbours_page": changed_rows(swapped_pages),
     "never_new": changed_rows(lambda rows: {"are_new": jnp.zeros_like(rows.are_new)}),
     "always_new": changed_rows(lambda rows: {"are_new": jnp.ones_like(rows.are_new)}),

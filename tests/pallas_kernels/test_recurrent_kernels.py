@@ -27,7 +27,7 @@ needs_native = pytest.mark.skipif(
     native_library.unavailable() is not None, reason=f"needs native kernels: {native_library.unavailable()}"
 )
 LENGTH = 100
-ROWS = (Row(LENGTH, is_new=True, snapshot=77), Row(3), Row(1))
+ROWS = (Row(LENGTH, is_new=True, snapshots=(5, 77)), Row(3), Row(1))
 CASES: dict[str, Any] = {
     "delta_net": delta_net.Case(ROWS, key_dim=20, value_dim=48),
     "mamba2": mamba2.Case(ROWS, head_dim=24, state_dim=20, norm_groups=1),
@@ -82,18 +82,16 @@ def call(name: str, row: str, prepared: Any) -> tuple[jax.Array, tuple[jax.Array
     return y, tuple(states)
 
 
-def rows_of(*rows: tuple[int, int, bool], snapshot: tuple[int, int] = (0, 0)) -> StateRows:
-    """Rows of (length, page, is_new); the first has a snapshot of (length, page)."""
+def rows_of(*rows: tuple[int, int, bool], snapshots: tuple[tuple[int, int], ...] = ()) -> StateRows:
+    """Rows of (length, page, is_new); the first has snapshots of (length, page)."""
     lens = np.array([length for length, _, _ in rows])
-    snapshots = np.zeros((2, len(rows)), np.int32)
-    snapshots[:, 0] = snapshot
     return StateRows(
         starts=jnp.asarray(np.cumsum(lens) - lens, jnp.int32),
         lens=jnp.asarray(lens, jnp.int32),
         are_new=jnp.asarray([is_new for _, _, is_new in rows]),
         pages=jnp.asarray([page for _, page, _ in rows], jnp.int32),
-        snapshot_lens=jnp.asarray(snapshots[0]),
-        snapshot_pages=jnp.asarray(snapshots[1]),
+        snapshot_tokens=jnp.asarray([length - 1 for length, _ in snapshots], jnp.int32),
+        snapshot_pages=jnp.asarray([page for _, page in snapshots], jnp.int32),
     )
 
 
@@ -136,14 +134,18 @@ def test_results_do_not_depend_on_chunks_or_the_batch(name, row):
 @pytest.mark.parametrize("name, row", IMPLEMENTATIONS)
 def test_a_snapshot_is_the_state_of_a_shorter_prompt(name, row):
     prepared = prepared_inputs(name, row)
-    for length in (1, 2, 31, 32, 33, 77, LENGTH):
-        rows = rows_of((LENGTH, 3, True), snapshot=(length, 1))
-        tokens = prepared.projected[:LENGTH]
-        _, arrays = update(name, row, prepared._replace(projected=tokens, rows=rows))
-        shorter = prepared._replace(projected=tokens[:length], rows=rows_of((length, 3, True)))
-        _, wanted = update(name, row, shorter)
-        assert_same([np.asarray(array[1]) for array in arrays], [np.asarray(array[3]) for array in wanted], row)
-        untouched = [page for page in range(len(arrays[0])) if page not in (1, 3)]
+    tokens = prepared.projected[:LENGTH]
+    plain, _ = update(name, row, prepared._replace(projected=tokens, rows=rows_of((LENGTH, 3, True))))
+    for lengths in ((1, 77), (2, 31), (32, 33), (31, LENGTH)):
+        snapshots = ((lengths[0], 1), (lengths[1], 5))
+        rows = rows_of((LENGTH, 3, True), snapshots=snapshots)
+        y, arrays = update(name, row, prepared._replace(projected=tokens, rows=rows))
+        assert_same([y], [plain], row)
+        for length, page in snapshots:
+            shorter = prepared._replace(projected=tokens[:length], rows=rows_of((length, 3, True)))
+            _, wanted = update(name, row, shorter)
+            assert_same([np.asarray(array[page]) for array in arrays], [np.asarray(array[3]) for array in wanted], row)
+        untouched = [page for page in range(len(arrays[0])) if page not in (1, 3, 5)]
         for array, before in zip(arrays, arrays_of(prepared), strict=True):
             np.testing.assert_array_equal(array[np.array(untouched)], before[np.array(untouched)])
 
@@ -212,14 +214,16 @@ def test_states_are_updated_in_place(name):
         {"lens": jnp.array([-1, 3, 1], jnp.int32)},
         {"starts": jnp.array([0, 1, 103], jnp.int32)},
         {"pages": jnp.array([2, 100, 3], jnp.int32)},
-        {"snapshot_pages": jnp.array([-1, 0, 0], jnp.int32)},
+        {"snapshot_pages": jnp.array([-2, 0], jnp.int32)},
+        {"snapshot_pages": jnp.array([0, 100], jnp.int32)},
     ],
     ids=lambda change: next(iter(change)),
 )
 def test_rows_outside_of_the_arrays_are_errors(name, change):
     """Not the end of the process."""
     prepared = prepared_inputs(name, "native")
-    first = {field: value[:3] for field, value in prepared.rows._asdict().items()}
+    rows = prepared.rows._asdict()
+    first = {field: value[: 2 if "snapshot" in field else 3] for field, value in rows.items()}
     rows = StateRows(**(first | change))
     with pytest.raises(Exception, match=f"jaxserve_{name}: rows name tokens or pages that do not exist"):
         update(name, "native", prepared._replace(rows=rows))

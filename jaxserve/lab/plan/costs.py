@@ -85,7 +85,7 @@ class Steps:
             max_samples=max_samples,
             num_arguments=len(sharded.arguments),
             num_tables=len(needs.windows),
-            has_states=sharded.has_states,
+            state_distance=sharded.state_distance,
         )
 
     def _cost(

@@ -37,6 +37,7 @@ def plan_drafting(
         drafting = 0.0
         if last.drafter is not None:
             num_added = 1 if last.drafter.mask_token is None else max(num_drafts, 1)
+            num_added += config.num_lookahead - most
             drafting = steps.drafter_pass(batch, context, 1 + num_drafts + num_added, num_added)
             drafting += max(num_drafts - num_added, 0) * steps.drafter_pass(batch, context, 1)
             if device.platform == "cpu":

@@ -70,7 +70,7 @@ def compiled_memories(memories: Sequence[StageMemory], stages: PlannedStages, de
             max_step_samples=stages.max_step_samples,
             num_arguments=len(sharded.arguments),
             num_tables=len(needs.windows),
-            has_states=sharded.has_states,
+            state_distance=sharded.state_distance,
         )
         step = compile_step(sharded, shape, device)
         compiled: dict[str, Any] = {"temporaries_source": "compiled", "compiled_collectives": step.collectives}

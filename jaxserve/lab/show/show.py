@@ -101,7 +101,7 @@ def _shape(split: MeshModel, num_rows: int, row_tokens: int) -> BatchShape:
         table_pages=-(-row_tokens // whole.page_size),
         decode_only=row_tokens == 1,
         num_tables=len(whole.kv_layout.windows),
-        has_states=whole.has_states,
+        state_distance=whole.state_distance,
     )
 
 

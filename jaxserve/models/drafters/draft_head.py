@@ -1,4 +1,4 @@
-"""What all draft heads are: layers that guess the token after next from a model's hidden states."""
+"""What all draft heads are: layers that guess tokens from a model's hidden states."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,17 +21,12 @@ from jaxserve.models.layer_stack import HiddenStates, run_layers
 
 
 class DraftHead(nnx.Module, ABC):
-    """A few layers, which combine a token with the state of the token before it and guess the token after it.
-
-    The state of a token that the target has seen comes from its hidden states (``seen_state``), that of a drafted token
-    from the head itself (``next_state``). A token and the state before it are combined at the token's own position, and
-    their keys and values are stored there, so that an entry depends only on tokens up to its own position. The first
-    token of a context is combined with zeros.
+    """A few layers that read a model's hidden states and guess tokens.
 
     Embedding and output head are the target's, unless the head has its own.
 
     Args:
-        layers: The decoder layers; the input of the first is what ``combined`` returns.
+        layers: The decoder layers.
         norm: Norm before the output head; None: the output head reads the last layer's output.
         ropes: Rotary embeddings, which layers refer to by index.
         embed: Token embedding of its own.
@@ -75,17 +70,6 @@ class DraftHead(nnx.Module, ABC):
         """
 
     @abstractmethod
-    def combined(
-        self, embedded: Float[Array, "T D"], state: Float[Array, "T D"], num_tokens: Int[Array, ""] | None = None
-    ) -> Float[Array, "T width"]:
-        """Return the first layer's input from tokens' embeddings and the states of the tokens before them; rows from
-        ``num_tokens`` on are undefined."""
-
-    @abstractmethod
-    def next_state(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return the states of tokens that the target has not seen, from the last layer's output."""
-
-    @abstractmethod
     def names_of(self, tensor: str) -> tuple[str, ...]:
         """Return the names that a tensor has in each form of checkpoints; see ``CausalLM.names_of``."""
 
@@ -104,6 +88,44 @@ class DraftHead(nnx.Module, ABC):
         embed = target.embed if self.embed is None else self.embed
         assert embed is not None, "the last stage of the target keeps the embedding"
         return embed(tokens)
+
+    def final(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return the input of the output head."""
+        return hidden if self.norm is None else self.norm(hidden)
+
+    def logits(self, target: CausalLM, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Compute float32 logits of the target's vocabulary; -inf for tokens that the head does not have."""
+        shared = target.embed if target.head is None else target.head
+        head = shared if self.head is None else self.head
+        assert head is not None, "the last stage of the target has the output head"
+        scores = head.logits(hidden, norm=self.norm)
+        return head.mask_padding(scores) if self.token_ids is None else self.token_ids.spread(scores)
+
+
+class ChainHead(DraftHead):
+    """A head that combines a token with the state of the token before it and guesses the token after it.
+
+    The state of a token that the target has seen comes from its hidden states (``seen_state``), that of a drafted token
+    from the head itself (``next_state``). A token and the state before it are combined at the token's own position, and
+    their keys and values are stored there, so that an entry depends only on tokens up to its own position. The first
+    token of a context is combined with zeros. What is combined (``combined``) is the input of the first layer.
+    """
+
+    @abstractmethod
+    def combined(
+        self, embedded: Float[Array, "T D"], state: Float[Array, "T D"], num_tokens: Int[Array, ""] | None = None
+    ) -> Float[Array, "T width"]:
+        """Return the first layer's input from tokens' embeddings and the states of the tokens before them; rows from
+        ``num_tokens`` on are undefined."""
+
+    @abstractmethod
+    def next_state(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Return the states of tokens that the target has not seen, from the last layer's output."""
+
+    def mask_state(self, target: CausalLM) -> Float[Array, " D"] | None:
+        """Return the state that stands for one that is not known, before mask tokens; None if it was not trained to
+        guess several tokens in one pass."""
+        return None
 
     def hidden(
         self,
@@ -127,18 +149,6 @@ class DraftHead(nnx.Module, ABC):
         inputs = [AttentionInputs(table, num_tokens, positions, rotations) for table in batch.attention]
         layers = cast(Sequence[DecoderLayer], self.layers)
         return run_layers(layers, self.combined(embedded, state, num_tokens), pools, inputs, settings)
-
-    def final(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return the input of the output head."""
-        return hidden if self.norm is None else self.norm(hidden)
-
-    def logits(self, target: CausalLM, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Compute float32 logits of the target's vocabulary; -inf for tokens that the head does not have."""
-        shared = target.embed if target.head is None else target.head
-        head = shared if self.head is None else self.head
-        assert head is not None, "the last stage of the target has the output head"
-        scores = head.logits(hidden, norm=self.norm)
-        return head.mask_padding(scores) if self.token_ids is None else self.token_ids.spread(scores)
 
 
 class TokenIds:

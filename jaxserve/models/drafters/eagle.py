@@ -15,7 +15,7 @@ from jaxserve.layers.parallel import Scope
 from jaxserve.layers.sparse_mlp import replicated_linear
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_layer, build_mlp, build_norm
-from jaxserve.models.drafters.draft_head import DraftHead
+from jaxserve.models.drafters.draft_head import ChainHead
 from jaxserve.models.drafters.head_files import check_architecture, check_projection
 from jaxserve.models.hf_config import ConfigFields, read_config_json
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder
@@ -65,7 +65,7 @@ class EagleLayer(DecoderLayer):
         return run_mlp(self.mlp, state, norm=self.mlp_norm, residual=state, num_rows=num_rows)[0]
 
 
-class EagleHead(DraftHead):
+class EagleHead(ChainHead):
     """A projection of embedding and state, and a layer of a Llama, whose output is both state and logits' input.
 
     The state of a token that the target has seen is what the target's output head reads. Embedding and output head are

@@ -1,20 +1,27 @@
-"""EAGLE-3 heads (arXiv:2503.01840): a small Llama over the inputs of a few of the target's layers."""
+"""EAGLE-3 heads (arXiv:2503.01840): a small Llama over the inputs of a few of the target's layers.
+
+Those of P-EAGLE guess all tokens in one pass: a learned state is before each mask token.
+"""
 
 import dataclasses
-from typing import Any
+from typing import Any, Final
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from checkpoints import whole
 from jaxserve.layers.decoder import DecoderLayer, run_mlp
 from jaxserve.layers.embedding import VocabEmbedding
 from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
+from jaxserve.layers.params import matrix
 from jaxserve.layers.sparse_mlp import replicated_linear
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_layer, build_mlp, build_norm
-from jaxserve.models.drafters.draft_head import DraftHead, TokenIds
+from jaxserve.models.drafters.draft_head import ChainHead, TokenIds
+
+_MASK_STATE: Final = "mask_hidden"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +37,8 @@ class Eagle3Config(DecoderConfig):
         norm_before_fc: Whether all inputs together are normalized before they are projected.
         fc_norm: Whether the inputs of each layer of the target are.
         norm_output: Whether the state of a drafted token is normalized.
+        mask_size: Features of the state that is before mask tokens: those of all inputs of ``aux_layers``, which are
+            projected like them, or of a projected state; None: the head has none.
     """
 
     target_size: int
@@ -40,6 +49,7 @@ class Eagle3Config(DecoderConfig):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    mask_size: int | None = None
 
 
 class Eagle3Layer(DecoderLayer):
@@ -80,7 +90,7 @@ class Eagle3Layer(DecoderLayer):
         return run_mlp(self.mlp, state, norm=self.mlp_norm, residual=state, num_rows=num_rows)[0]
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(ChainHead):
     """The head: a projection of the target's hidden states, and the layers of a Llama.
 
     Args:
@@ -101,14 +111,23 @@ class Eagle3Head(DraftHead):
             head=VocabEmbedding(own, config.hidden_size, scope=scope.at("lm_head")),
             aux_layers=config.aux_layers,
             token_ids=config.token_ids,
-            ignored=("d2t", "t2d", r"(.*\.)?rotary_emb\.inv_freq", r"embed_tokens\.weight", r"verifier_.*"),
+            ignored=(
+                "d2t",
+                "t2d",
+                r"(.*\.)?rotary_emb\.inv_freq",
+                r"embed_tokens\.weight",
+                r"verifier_.*",
+                _MASK_STATE,
+            ),
         )
         width, size, eps = len(config.aux_layers) * config.target_size, config.target_size, config.norm_eps
         self.projection = replicated_linear(width, "fc", config.hidden_size, scope)
         self.norm_before_fc = RMSNorm(width, eps=eps, scope=scope.at("input_norm")) if config.norm_before_fc else None
         norms = [RMSNorm(size, eps=eps, scope=scope.at(f"fc_norm.{i}")) for i in range(len(config.aux_layers))]
         self.fc_norms = nnx.List[Any](norms if config.fc_norm else [])
-        self.norm_output = config.norm_output
+        self.norm_output, self.projects_mask = config.norm_output, config.mask_size == width
+        mask = None if config.mask_size is None else whole(scope.at(_MASK_STATE).module, (1, config.mask_size))
+        self.mask_hidden = None if mask is None else matrix(mask, (None, "embed"), scope, 0)
 
     def seen_state(
         self,
@@ -135,6 +154,13 @@ class Eagle3Head(DraftHead):
     def next_state(self, hidden: Float[Array, "T D"]) -> Float[Array, "T D"]:
         """Return the last layer's output, normalized if the head's config says so."""
         return self.final(hidden) if self.norm_output else hidden
+
+    def mask_state(self, target: CausalLM) -> Float[Array, " D"] | None:
+        """Return the state before mask tokens; None if the head has none."""
+        if self.mask_hidden is None:
+            return None
+        given = self.mask_hidden[...]
+        return (self.seen_state(target, given, given) if self.projects_mask else given)[0]
 
     def names_of(self, tensor: str) -> tuple[str, ...]:
         """Return the names of a tensor in speculators' checkpoints, and in original ones."""

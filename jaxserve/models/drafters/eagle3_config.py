@@ -24,18 +24,25 @@ _ARCHITECTURES: Final = (
     "LlamaForCausalLM",
     "Eagle3Speculator",
     "Eagle3DraftModel",
+    "PEagleDraftModel",
 )
+_KINDS: Final = ("eagle3", "peagle")
+_KIND: Final = "speculators_model_type"
+_MASK_STATE: Final = "mask_hidden"
 _NORMS: Final = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _AUX_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 
 
-def read_eagle3(directory: Path, target: ModelConfig, load_format: str = "auto") -> Eagle3Config:
+def read_eagle3(
+    directory: Path, target: ModelConfig, load_format: str = "auto", in_one_pass: bool = False
+) -> Eagle3Config:
     """Return the head in a directory, checked against the target that it drafts for.
 
     Args:
         directory: The head's directory.
         target: The target.
         load_format: As in ``EngineConfig``.
+        in_one_pass: Whether the head shall guess all tokens in one pass; one whose config.json says so always does.
 
     Raises:
         ConfigError: The head is none that is supported, or not one of this target; one error names all keys.
@@ -44,22 +51,23 @@ def read_eagle3(directory: Path, target: ModelConfig, load_format: str = "auto")
     path = directory / "config.json"
     raw = read_config_json(path)
     _check_kind(raw, path)
+    in_one_pass = in_one_pass or raw.get(_KIND) == "peagle" or raw.get("parallel_drafting") is True
     with open_checkpoint(directory, None, load_format) as reader:
         check_projection(reader.tensors, directory, "EAGLE-3")
         fields = ConfigFields(raw, str(path))
         config = _read(fields, target, reader)
+        if in_one_pass:
+            config = dataclasses.replace(config, mask_size=_read_mask_size(fields, config, reader))
         fields.raise_problems()
     return config
 
 
 def _check_kind(raw: Mapping[str, Any], path: Path) -> None:
     """Raise ConfigError unless a config.json is that of an EAGLE-3 head of a Llama's layers."""
-    kind = raw.get("speculators_model_type", "eagle3")
-    if kind != "eagle3":
-        raise ConfigError(f"{path}: speculators_model_type: expected eagle3, got {kind!r}")
+    kind = raw.get(_KIND, "eagle3")
+    if kind not in _KINDS:
+        raise ConfigError(f"{path}: {_KIND}: expected {' or '.join(_KINDS)}, got {kind!r}")
     check_architecture(raw, path, _ARCHITECTURES)
-    if raw.get("parallel_drafting"):
-        raise ConfigError(f"{path}: parallel_drafting: heads that draft all tokens in one pass are not supported")
 
 
 def _read(fields: ConfigFields, target: ModelConfig, reader: CheckpointReader) -> Eagle3Config:
@@ -104,6 +112,21 @@ def _read_aux_layers(fields: ConfigFields, target: ModelConfig) -> tuple[int, ..
         listed = ", ".join(map(str, layers))
         fields.note(_AUX_LAYERS, f"expected different layers of the {count} of {_of(target)} (from 0), got {listed}")
     return tuple(found)
+
+
+def _read_mask_size(fields: ConfigFields, config: Eagle3Config, reader: CheckpointReader) -> int | None:
+    """Return the features of the state before mask tokens, for a head that guesses all tokens in one pass."""
+    sizes = len(config.aux_layers) * config.target_size, config.hidden_size
+    info = reader.tensors.get(_MASK_STATE)
+    if info is not None and info.shape in [(1, size) for size in sizes]:
+        return info.shape[1]
+    found = "the checkpoint has no such tensor" if info is None else f"got {list(info.shape)}"
+    fields.note(
+        _MASK_STATE,
+        f"expected a tensor of shape [1, {sizes[0]}] or [1, {sizes[1]}], {found}; a head needs it to draft all tokens "
+        "in one pass (parallel_drafting)",
+    )
+    return None
 
 
 def _read_token_ids(fields: ConfigFields, vocab_size: int, reader: CheckpointReader) -> TokenIds | None:

@@ -14,7 +14,7 @@ from jaxserve.layers.norm import RMSNorm
 from jaxserve.layers.parallel import Scope
 from jaxserve.layers.sparse_mlp import replicated_linear
 from jaxserve.models.causal_lm import CausalLM
-from jaxserve.models.drafters.draft_head import DraftHead
+from jaxserve.models.drafters.draft_head import ChainHead
 from jaxserve.models.registry import family
 from jaxserve.models.sparse_decoder import SparseConfig
 
@@ -27,7 +27,7 @@ MTP_ARCHITECTURES: Final = (
 _PER_LAYER: Final = ("rope_layers", "sliding_windows", "sparse_layers")
 
 
-class MTPHead(DraftHead):
+class MTPHead(ChainHead):
     """A decoder layer of the target's family, whose input is a projection of embedding and state.
 
     The state of a token that the target has seen is what the target's output head reads, and so it is for a token that

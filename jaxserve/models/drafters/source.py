@@ -10,6 +10,8 @@ from checkpoints import Listings, check_recipes, open_checkpoint
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.layers.parallel import Scope
 from jaxserve.models.abstract import AbstractModel, ShardingOf, abstract_head
+from jaxserve.models.drafters.dflash import DFlashConfig, DFlashHead
+from jaxserve.models.drafters.dflash_config import read_dflash
 from jaxserve.models.drafters.draft_head import DraftHead
 from jaxserve.models.drafters.eagle import EagleConfig, EagleHead, read_eagle
 from jaxserve.models.drafters.eagle3 import Eagle3Config, Eagle3Head
@@ -30,13 +32,24 @@ class HeadSource:
     """
 
     directory: Path
-    config: EagleConfig | Eagle3Config | SparseConfig
+    config: EagleConfig | Eagle3Config | DFlashConfig | SparseConfig
     load_format: str = "auto"
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """Layers of the target whose inputs the head reads."""
-        return self.config.aux_layers if isinstance(self.config, Eagle3Config) else ()
+        return self.config.aux_layers if isinstance(self.config, Eagle3Config | DFlashConfig) else ()
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether the head guesses all tokens in one pass, at mask tokens."""
+        return self.drafts_blocks or (isinstance(self.config, Eagle3Config) and self.config.mask_size is not None)
+
+    @property
+    def drafts_blocks(self) -> bool:
+        """Whether each of these mask tokens sees all others, and keys and values are those of target's states alone; if
+        not, the head combines each token with the state of the token before it, which is kept between steps."""
+        return isinstance(self.config, DFlashConfig)
 
     def build(self, scope: Scope) -> DraftHead:
         """Build the head in the target's scope; each device has all rows of its hidden states, and its own output
@@ -45,6 +58,8 @@ class HeadSource:
         scope = dataclasses.replace(scope, parallel=parallel)
         if isinstance(self.config, Eagle3Config):
             return Eagle3Head(self.config, scope=scope)
+        if isinstance(self.config, DFlashConfig):
+            return DFlashHead(self.config, scope=scope)
         if isinstance(self.config, EagleConfig):
             return EagleHead(self.config, scope=scope)
         return MTPHead(self.config, scope=scope)
@@ -80,14 +95,17 @@ class HeadSource:
         return load_weights(self.directory, head, whole, self.load_format)
 
 
-def find_head(method: str, directory: Path, target: ModelConfig, load_format: str = "auto") -> HeadSource:
+def find_head(
+    method: str, directory: Path, target: ModelConfig, load_format: str = "auto", in_one_pass: bool = False
+) -> HeadSource:
     """Return the draft head of a method.
 
     Args:
-        method: ``mtp``, ``eagle`` or ``eagle3``.
+        method: ``mtp``, ``eagle``, ``eagle3`` or ``dflash``.
         directory: The head's directory; for ``mtp`` the target's.
         target: The target.
         load_format: As in ``EngineConfig``.
+        in_one_pass: As in ``read_eagle3``.
 
     Raises:
         ConfigError: The target has no such layer, or the head is not one of this target.
@@ -95,5 +113,7 @@ def find_head(method: str, directory: Path, target: ModelConfig, load_format: st
     """
     if method == "mtp":
         return HeadSource(directory, mtp_config(target), load_format)
-    read = {"eagle": read_eagle, "eagle3": read_eagle3}[method]
-    return HeadSource(directory, read(directory, target, load_format), load_format)
+    if method != "eagle3":
+        read = {"eagle": read_eagle, "dflash": read_dflash}[method]
+        return HeadSource(directory, read(directory, target, load_format), load_format)
+    return HeadSource(directory, read_eagle3(directory, target, load_format, in_one_pass), load_format)

@@ -1,6 +1,8 @@
 """Drafters in speculators' format, whose config.json names the model that they draft for."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from checkpoints import is_gguf
@@ -9,7 +11,8 @@ from jaxserve.api.errors import ConfigError
 from jaxserve.models.hf_config import ConfigFields, read_config_json
 from jaxserve.models.loading import find_model_directory
 
-_METHODS: Final = ("eagle3",)
+_METHODS: Final[Mapping[str, str]] = MappingProxyType({"eagle3": "eagle3", "peagle": "eagle3"})
+"""The method of each ``speculators_model_type``."""
 _SETTINGS: Final = "speculators_config"
 
 
@@ -33,9 +36,12 @@ def with_verifier(config: EngineConfig) -> EngineConfig:
     if raw.get(_SETTINGS) is None:
         return config
     fields = ConfigFields(raw, str(path))
-    drafts: dict[str, Any] = {"method": raw.get("speculators_model_type"), "model": config.model}
-    if drafts["method"] not in _METHODS:
-        fields.note("speculators_model_type", f"expected {', '.join(_METHODS)}, got {drafts['method']!r}")
+    kind = raw.get("speculators_model_type")
+    if not isinstance(kind, str) or kind not in _METHODS:
+        fields.note("speculators_model_type", f"expected {' or '.join(_METHODS)}, got {kind!r}")
+        fields.raise_problems()
+        kind = "eagle3"
+    drafts: dict[str, Any] = {"method": _METHODS[kind], "model": config.model}
     verifier, given = _read_verifier(fields, config.model), config.speculative_config or {}
     if not given:
         drafts["num_speculative_tokens"] = _read_num_tokens(fields)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from jaxserve.api.errors import SHUT_DOWN, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.engine.stream import Content
+from jaxserve.frames import FrameError
 from jaxserve.server.wire import (
     MAX_FROM_ENGINE_BYTES,
-    FrameError,
     FromEngine,
     Heartbeat,
     Outputs,

@@ -22,21 +22,21 @@ from jaxserve.engine.loop import Loop
 from jaxserve.engine.model_defaults import generation_defaults
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
+from jaxserve.frames import HEADER, FrameError, check_length
+from jaxserve.group.leader import Leader
+from jaxserve.group.settings import GroupPlace
 from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.reshard.resharding import Resharder
 from jaxserve.server.engine_process.outbox import Outbox
 from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.wire import (
-    HEADER,
     MAX_TO_ENGINE_BYTES,
     EngineInfo,
     Failure,
-    FrameError,
     Start,
     Stop,
     ToEngine,
-    check_length,
     sendable_error,
     unpack,
 )
@@ -65,15 +65,18 @@ def main() -> None:
     connection = socket.socket(fileno=options.fd)
     connection.set_inheritable(False)
     inbox, outbox = Inbox(connection), Outbox(connection)
+    leaders = list[Leader]()
     try:
         start = inbox.read_start()
-        loop = _serve(start, inbox, outbox)
+        loop = _serve(start, inbox, outbox, leaders)
     except Exception as error:
         if not isinstance(error, JaxserveError | CheckpointError):
             logger.exception("the engine could not start")
         if not isinstance(error, JaxserveError):  # a damaged checkpoint or a wrong value is for the user to correct
             text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             error = ConfigError(text) if isinstance(error, ValueError) else JaxserveError(text)
+        for leader in leaders:
+            leader.end(str(error))
         outbox.send(Failure(sendable_error(error)))
         _exit(outbox, EXIT_BAD_START)
     loop.wait_ended()
@@ -167,11 +170,24 @@ def watch(loop: Loop, outbox: Outbox, timeout_s: float) -> NoReturn:
         time.sleep(min(_HEARTBEAT_S, timeout_s / 4) if timeout_s else _HEARTBEAT_S)
 
 
-def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> Loop:
-    """Start the engine and everything that serves it."""
+def _join(place: GroupPlace, outbox: Outbox) -> Leader:
+    """Return the leader of the group, which is to join; its failure ends this process."""
+
+    def lost(error: JaxserveError) -> None:
+        outbox.send(Failure(sendable_error(error)))
+        _exit(outbox, EXIT_FAILED)
+
+    return Leader(place, lost)
+
+
+def _serve(start: Start, inbox: Inbox, outbox: Outbox, leaders: list[Leader]) -> Loop:
+    """Start the engine and everything that serves it; add the leader of its group to ``leaders``."""
     given = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, **start.engine_arguments})
     config = with_verifier(given)
-    started = start_engine(config)
+    leaders += [] if start.group is None else [_join(start.group, outbox)]
+    for leader in leaders:
+        leader.join()
+    started = start_engine(config, *leaders)
     logger.info("%s", started.ledger)
     stats = None if config.disable_log_stats else StatsLogger(started.ledger.device)
     loop = Loop(started.engine, stats)
@@ -181,7 +197,8 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox) -> Loop:
     def describe() -> EngineInfo:
         model = _model(resharder.started, resharder.config)
         limit = max_output_tokens(start.engine_arguments, fields)
-        info = EngineInfo(model, fields, limit, chat_template=template, parsers=started.parsers)
+        chosen = {"chat_template": template, "parsers": started.parsers, "has_states": started.has_states}
+        info = EngineInfo(model, fields, limit, **chosen)
         if tokenizer is None:
             return info
         named = {"chat_templates": tokenizer.chat_templates, "special_tokens": tokenizer.special_tokens}

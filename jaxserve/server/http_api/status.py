@@ -22,10 +22,11 @@ from jaxserve.server.proto.jaxserve.v1 import model_pb2
 _NUMBERS = (
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"),
     *("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits"),
-    *("compiles_after_ready", "corrupted_requests"),
+    *("prefix_cache_states", "compiles_after_ready", "corrupted_requests"),
     *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
 )
 """The engine's metrics that the status page shows, without prefix."""
+_MISSES = ":prefix_cache_misses"
 _MODEL_FACTS = (
     *("root", "architecture", "dtype", "vocab_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("device", "layout", "attention_backend"),
@@ -145,6 +146,7 @@ def _report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, Any]:
     info, counts = info_of(frontend), frontend.log.counts
     values = {metric.name.partition(":")[2]: metric.value for metric in engine or () if not metric.labels}
     state = "down" if engine is None else "ready" if frontend.ledger.is_open else "busy"
+    misses = {metric.labels["reason"]: metric.value for metric in engine or () if metric.name.endswith(_MISSES)}
     return {
         "state": state,
         "uptime_s": round(time.time() - frontend.created_s, 3),
@@ -152,6 +154,7 @@ def _report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, Any]:
         "model": None if info is None else _facts(info.model),
         "has_chat": info is not None and info.has_chat_template,
         "engine": {name: values[name] for name in _NUMBERS if name in values} if engine else None,
+        "prefix_cache_misses": misses if engine else None,
         "requests": {
             "started": counts.started,
             "in_flight": counts.in_flight,

@@ -5,15 +5,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from checkpoints import Piece, TensorRecipe
+from checkpoints import Piece, TensorRecipe, loader, whole
 from checkpoints.quantized.gguf_blocks import UNPACK, planes_of, records_of
 from checkpoints.quantized.gguf_types import TYPES
+from checkpoints.quantized.planes import Words
 from checkpoints.quantized.reader import QuantizedReader
 from checkpoints.quantized.records import SPANS, Kept, Records
 from checkpoints.tensor_info import whole_index
 from jaxserve.layers.weight_forms import form_of_records
+from jaxserve.models.loading import pack
+from pallas_kernels.native_library import unavailable
 from pallas_kernels.quantized import decode, parts_of
 from pallas_kernels.quantized import records_of as joined
+from pallas_kernels.records_native import turned
 from tests.checkpoints.quantized.test_formats import NAME, open_case
 from tests.gguf_files import random_blocks
 from tests.quantized_cases import CASES
@@ -29,7 +33,8 @@ def records_in(reader: QuantizedReader) -> Records | None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_records_hold_the_weights_of_the_file(case: str, tmp_path: Path) -> None:
+def test_records_hold_the_weights_of_the_file(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "CHUNK_BYTES", 200)  # so that boxes of several records are read
     reader, expected = open_case(tmp_path, CASES[case])
     with reader:
         records = records_in(reader)
@@ -47,8 +52,15 @@ def test_records_hold_the_weights_of_the_file(case: str, tmp_path: Path) -> None
             np.testing.assert_array_equal(np.asarray(decode(rows, form)), expected)
             np.testing.assert_array_equal(joined(parts_of(rows, form), form), rows)
             size = form.record_bytes
-            box = (slice(3, 9), slice(size, 3 * size))
-            np.testing.assert_array_equal(reader.read(NAME, box), rows[box])
+            boxes = [(slice(first, 9), slice(size * first, shape[1])) for first in range(3)]
+            reader.pack = pack  # with the native kernel
+            for box in (whole_index(shape), *boxes):
+                np.testing.assert_array_equal(reader.read(NAME, box), rows[box])
+            recipe = whole(NAME, shape)
+            np.testing.assert_array_equal(
+                loader.read_shard(reader, recipe, ((0, shape[0]), (0, shape[1])), rows.dtype), rows
+            )
+            reader.pack = Records.pack_into
 
 
 @pytest.mark.parametrize("name", UNPACK)
@@ -60,8 +72,23 @@ def test_records_of_blocks_hold_their_weights(name: str) -> None:
     for span in SPANS:
         if records.group % span:
             continue
-        found = decode(records.pack(planes, span), form_of_records(records, span))
-        np.testing.assert_array_equal(np.asarray(found), planes.decode())
+        rows = records.pack(planes, span)
+        np.testing.assert_array_equal(np.asarray(decode(rows, form_of_records(records, span))), planes.decode())
+        size = records.num_bytes(span)
+        for first in (0, 1, kind.block // span + 2):  # boxes of other blocks and parts of them
+            data, skip = blocks[:, first * span // kind.block * kind.num_bytes :], first * span % kind.block
+            found = np.zeros((3, rows.shape[1] - first * size + 2), np.uint8)[:, 1:-1]
+            pack(records, planes_of(kind, data, slice(skip, skip + 4 * kind.block - first * span)), span, found)
+            np.testing.assert_array_equal(found, rows[:, first * size :])
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=f"needs native kernels: {unavailable()}")
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (33, 5), (64, 17), (95, 8)])
+def test_native_kernel_turns_words(shape: tuple[int, int]) -> None:
+    words = np.random.default_rng(0).integers(0, 1 << 32, shape, np.uint32)
+    places = (0, 2, 4, 6, 1, 3, 5, 7)
+    codes = np.pad(Words(places, 0, 8 * shape[1]).unpack(words), ((0, 0), (0, shape[0] % 2)))
+    np.testing.assert_array_equal(turned(words, places), codes[:, ::2] | codes[:, 1::2] << 4)
 
 
 def test_a_recipe_of_records_turns_transposed_pieces() -> None:

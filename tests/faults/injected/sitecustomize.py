@@ -32,6 +32,8 @@ PAUSE = "step-pause"
 """A file with seconds, which each step takes longer while it is there."""
 START_HANGS = "start-hangs"
 """A file: while it is there, no engine gets ready."""
+FOLLOWER_FAILS, FOLLOWER_HANGS = "follower-fails", "follower-hangs"
+FOLLOWER_DIVERGES, FOLLOWER_MISREADS = "follower-diverges", "follower-misreads"
 DISK_FULL = "disk-full"
 """A file: processes that start while it is there can make no file longer than ``LONGEST_FILE``."""
 SEND_BYTES = 32 << 10
@@ -128,12 +130,33 @@ def _patch_startup(module: Any) -> None:
     module.start_engine = faulty
 
 
+def _patch_follower(module: Any) -> None:
+    """Followers of a group fail, hang, or compute other tokens at their next step while a file is there."""
+    decode, add = module.decode_plans, module.Digests.add
+    assert FOLDER is not None
+    folder = Path(FOLDER)
+
+    def faulty_decode(data: bytes) -> Any:
+        while (folder / FOLLOWER_HANGS).exists():
+            time.sleep(0.05)
+        if (folder / FOLLOWER_MISREADS).exists():
+            data = data[:-1]
+        return _raise() if (folder / FOLLOWER_FAILS).exists() else decode(data)
+
+    def faulty_add(self: Any, *arguments: Any) -> bytes:
+        digest = add(self, *arguments)
+        return digest[::-1] if (folder / FOLLOWER_DIVERGES).exists() else digest
+
+    module.decode_plans, module.Digests.add = faulty_decode, faulty_add
+
+
 PATCHES: dict[str, Callable[[Any], None]] = {
     "jaxserve.text.tokenizer": _patch_tokenizer,
     "jaxserve.engine.admission": _patch_admission,
     "jaxserve.structured_output.grammars": _patch_grammars,
     "jaxserve.device.runner": _patch_runner,
     "jaxserve.engine.startup": _patch_startup,
+    "jaxserve.group.follower": _patch_follower,
 }
 
 

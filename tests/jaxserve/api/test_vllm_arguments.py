@@ -15,6 +15,7 @@ from jaxserve.api.vllm_arguments import (
     OTHER_NAMES,
     RENAMED,
     SAME,
+    SAME_GROUP,
     SAME_SERVE,
     SERVE_NO_EFFECT,
     SERVE_REFUSED,
@@ -22,6 +23,7 @@ from jaxserve.api.vllm_arguments import (
 )
 from jaxserve.api.vllm_engine_arguments import NO_EFFECT, REFUSED
 from jaxserve.cli_arguments import FlagParser, add_engine_arguments, engine_arguments
+from jaxserve.group.settings import GroupConfig
 from jaxserve.server import command
 from jaxserve.server.settings import ServerConfig
 
@@ -155,7 +157,7 @@ def test_flags(line: str, expected: dict[str, Any]) -> None:
 def serve_arguments(*arguments: str) -> tuple[dict[str, Any], ServerConfig]:
     parser = FlagParser(allow_abbrev=False)
     command.add_arguments(parser)
-    return command.serve_arguments(parser.parse_args(arguments))
+    return command.serve_arguments(parser.parse_args(arguments))[:2]
 
 
 def test_flags_of_serve(caplog: pytest.LogCaptureFixture) -> None:
@@ -166,7 +168,7 @@ def test_flags_of_serve(caplog: pytest.LogCaptureFixture) -> None:
     assert "api_server_count=4" in line and "disable_log_requests=True" in line and "grpc=True" in line
     _, config = serve_arguments("m", "--disable-uvicorn-access-log", "--served-model-name", "a")
     assert config == ServerConfig(disable_access_log=True, served_model_name=["a"])
-    for flag, message in {"--headless": "headless=True", "--middleware=x.y": r"middleware=\['x.y'\]"}.items():
+    for flag, message in {"--tokens-only": "tokens_only=True", "--middleware=x.y": r"middleware=\['x.y'\]"}.items():
         with pytest.raises(ConfigError, match=f"^{message} is not supported yet; use "):
             serve_arguments("m", flag)
 
@@ -191,7 +193,13 @@ def test_the_help_leaves_them_out() -> None:
 def test_the_tables_agree_with_the_settings() -> None:
     engine = {field.name for field in dataclasses.fields(EngineConfig)}
     server = {field.name for field in dataclasses.fields(ServerConfig)}
-    assert set(SAME) <= engine and set(SAME_SERVE) <= server and set(RENAMED.values()) <= server
+    group = {field.name for field in dataclasses.fields(GroupConfig)}
+    assert (
+        set(SAME) <= engine
+        and set(SAME_SERVE) <= server
+        and set(SAME_GROUP) <= group
+        and set(RENAMED.values()) <= server
+    )
     assert not engine & {*NO_EFFECT, *REFUSED, *SERVER_ONLY} and not server & {*SERVE_NO_EFFECT, *SERVE_REFUSED}
     assert set(SERVER_ONLY) <= server, "settings of the server have no effect on an engine alone"
     tables = [NO_EFFECT, REFUSED, SERVE_NO_EFFECT, SERVE_REFUSED, SERVER_ONLY]
@@ -228,7 +236,7 @@ def test_every_argument_in_the_conventions_is_in_the_tables(repository: Path) ->
     engine = {*SAME, *NO_EFFECT, *REFUSED}
     assert llm - engine == set()
     aliases = {flag.lstrip("-").replace("-", "_") for flags in OTHER_NAMES.values() for flag in flags}
-    assert flags - engine - {*SAME_SERVE, *RENAMED, *SERVE_NO_EFFECT, *SERVE_REFUSED, *aliases} == set()
+    assert flags - engine - {*SAME_SERVE, *SAME_GROUP, *RENAMED, *SERVE_NO_EFFECT, *SERVE_REFUSED, *aliases} == set()
 
 
 def test_the_log_shows_the_line_at_its_default_level() -> None:

@@ -10,6 +10,7 @@ import pytest
 from jaxserve import RequestError, SamplingParams
 from jaxserve.api.errors import ConfigError
 from jaxserve.api.request import Request
+from jaxserve.frames import HEADER
 from jaxserve.server import frontend as frontend_module
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.byte_budget import MIN_BUDGET_BYTES, ByteBudget, request_bytes
@@ -17,7 +18,7 @@ from jaxserve.server.errors import OutOfMemoryError, status_of
 from jaxserve.server.metrics import metrics_text
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.settings import ServerConfig
-from jaxserve.server.wire import HEADER, Submit, pack, unpack
+from jaxserve.server.wire import Submit, pack, unpack
 from tests.jaxserve.server.http_fakes import FakeEngine, make_server
 from tests.observed_engine import ANYBODY, make_frontend, read_all
 

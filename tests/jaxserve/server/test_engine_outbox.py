@@ -14,8 +14,15 @@ from jaxserve import EngineDeadError, RequestOutput, RequestOutputKind, Sampling
 from jaxserve.api.errors import JaxserveError, OverloadedError, RequestFailedError
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stream import Stream
+from jaxserve.frames import HEADER
 from jaxserve.server.engine_process.outbox import Outbox, SocketSink
-from jaxserve.server.wire import HEADER, FromEngine, Heartbeat, Outputs, QueryResult, unpack
+from jaxserve.server.wire import (
+    FromEngine,
+    Heartbeat,
+    Outputs,
+    QueryResult,
+    unpack,
+)
 from tests.jaxserve.fake_engine import DELTA, PATIENCE_S, FakeEngine, make_request, start_loop
 
 Content = RequestOutput | JaxserveError

@@ -26,9 +26,9 @@ SPECIAL = {"bos_token": "<s>"}
 Render = Callable[..., str | None]
 
 
-def told(templates: dict[str, str], own: str | None = None) -> EngineInfo:
+def told(templates: dict[str, str], own: str | None = None, has_states: bool = False) -> EngineInfo:
     """What an engine with these templates tells."""
-    return EngineInfo(model_pb2.Model(), {}, None, templates, own, SPECIAL)
+    return EngineInfo(model_pb2.Model(), {}, None, templates, own, SPECIAL, has_states=has_states)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,8 @@ def render(renderers: Renderers) -> Render:
 
     async def rendered(template: str, chat: dict[str, Any]) -> str | None:
         async with asyncio.timeout(PATIENCE_S):
-            return await renderers.render({"messages": MESSAGES, **chat}, told({"default": template}))
+            prompt = await renderers.render({"messages": MESSAGES, **chat}, told({"default": template}))
+            return None if prompt is None else prompt.text
 
     return lambda template=TEMPLATE, **chat: asyncio.run(rendered(template, chat))
 
@@ -64,12 +65,23 @@ def test_contents_have_the_format_of_the_server() -> None:
         made = Renderers(LIMIT_S, content_format)
 
         async def rendered(made: Renderers = made) -> str | None:
-            return await made.render(chat, told({"default": template}))
+            prompt = await made.render(chat, told({"default": template}))
+            return None if prompt is None else prompt.text
 
         found[content_format] = asyncio.run(rendered())
         made.end(UnavailableError("over"))
         made.close()
     assert found == {"auto": "1abc", "string": "3", "openai": "1abc"}
+
+
+@pytest.mark.parametrize(("has_states", "expected"), [(True, "<bot>"), (False, None)])
+def test_engines_with_states_are_told_what_begins_the_answer(
+    renderers: Renderers, has_states: bool, expected: str | None
+) -> None:
+    template = TEMPLATE + "{% if add_generation_prompt %}<bot>{% endif %}"
+    info = told({"default": template}, has_states=has_states)
+    prompt = asyncio.run(renderers.render({"messages": MESSAGES}, info))
+    assert prompt is not None and prompt == ("<s><user>é<bot>", expected)
 
 
 def test_what_nobody_wants_any_more_is_left_out(renderers: Renderers, render: Render) -> None:
@@ -116,7 +128,7 @@ def test_a_template_that_takes_too_much_fails_alone(
         return await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), PATIENCE_S)
 
     found = asyncio.run(together())
-    assert set(found[2:]) == {"<s><user>é"}
+    assert {prompt.text for prompt in found[2:]} == {"<s><user>é"}
     for error in found[:2]:
         with pytest.raises(RequestError, match=f"the chat template failed: .*{message}"):
             raise error
@@ -156,7 +168,8 @@ def test_templates_are_chosen_as_everywhere(renderers: Renderers) -> None:
     def rendered(own: str | None = None, templates: dict[str, str] | None = None, **chat: Any) -> str | None:
         async def run() -> str | None:
             named = {"default": "default {{ 1 }}", "tool_use": "tools {{ 1 }}"} if templates is None else templates
-            return await renderers.render({"messages": MESSAGES, **chat}, told(named, own))
+            prompt = await renderers.render({"messages": MESSAGES, **chat}, told(named, own))
+            return None if prompt is None else prompt.text
 
         return asyncio.run(run())
 

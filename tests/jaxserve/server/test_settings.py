@@ -94,7 +94,7 @@ def test_nothing_is_served_in_the_clear_unless_told() -> None:
 def parsed(*arguments: str) -> tuple[dict[str, Any], ServerConfig]:
     """What ``jaxserve serve`` makes of a command line."""
     options = cli._parser(["serve"]).parse_args(["serve", *command.with_config_file(arguments)])
-    return command.serve_arguments(options)
+    return command.serve_arguments(options)[:2]
 
 
 def test_flags_reach_engine_and_server() -> None:

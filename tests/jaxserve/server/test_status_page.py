@@ -47,6 +47,8 @@ def test_numbers_after_a_known_load() -> None:
     assert (report["requests"]["in_flight"], report["requests"]["refused"]) == (0, 0)
     assert report["engine"]["num_requests_running"] == 2
     assert report["engine"]["kv_cache_usage_perc"] == 0.25
+    assert report["engine"]["prefix_cache_states"] == 5
+    assert {reason: count for reason, count in report["prefix_cache_misses"].items() if count} == {"evicted": 3}
     assert report["model"]["mesh"] == [{"name": "data", "size": 2}, {"name": "tensor", "size": 4}]
     assert report["model"]["memory"][0] == {"name": "weights", "size_bytes": 600 << 20}
     assert report["model"]["kv_cache"] == {"num_pages": 50, "page_size": 16, "num_tokens": 800, "size_bytes": 3 << 20}

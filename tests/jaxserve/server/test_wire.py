@@ -12,19 +12,17 @@ from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
+from jaxserve.frames import HEADER, FrameError, check_length
 from jaxserve.parsers import ParserNames
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.wire import (
-    HEADER,
     Cancel,
     EngineInfo,
     Failure,
-    FrameError,
     FromEngine,
     QueryResult,
     Submit,
     ToEngine,
-    check_length,
     pack,
     sendable_error,
     unpack,

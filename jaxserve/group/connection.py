@@ -1,0 +1,151 @@
+"""Connections within a group: frames of messages, and the proof that both ends have the group's secret."""
+
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+from jaxserve.api.errors import ConfigError
+from jaxserve.frames import HEADER, check_length
+from jaxserve.group.messages import (
+    CODEC,
+    MAX_BYTES,
+    MAX_HELLO_BYTES,
+    Challenge,
+    End,
+    Hello,
+    ToFollower,
+    ToLeader,
+    Welcome,
+)
+from jaxserve.group.settings import GroupPlace, host_name
+
+_NONCE_BYTES = 32
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class PeerConnection:
+    """One side of a connection. Any thread may send; one at a time may receive.
+
+    Attributes:
+        num_sent_bytes: Bytes sent so far.
+
+    Args:
+        link: The socket, connected.
+    """
+
+    def __init__(self, link: socket.socket):
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._link = link
+        self._file = link.makefile("rb")
+        self._lock = threading.Lock()
+        self.num_sent_bytes = 0
+
+    def send(self, message: ToFollower | ToLeader) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: The other side has ended.
+        """
+        self.send_frame(CODEC.pack(message, MAX_BYTES))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send a message that is packed already; see ``send``."""
+        with self._lock:
+            self._link.sendall(frame)
+            self.num_sent_bytes += len(frame)
+
+    def receive(self, limit_bytes: int = MAX_BYTES) -> Any:
+        """Wait for a message, and return it.
+
+        Raises:
+            OSError: The other side has ended, or sent something else.
+        """
+        header = self._file.read(HEADER.size)
+        if len(header) < HEADER.size:
+            raise ConnectionError("the other side has closed the connection")
+        try:
+            (length,) = HEADER.unpack(header)
+            return CODEC.unpack(self._file.read(check_length(length, limit_bytes)))
+        except (ValueError, TypeError) as error:
+            raise ConnectionError(f"the other side sent something that is no message: {error}") from error
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Set the time limit of sending and receiving."""
+        self._link.settimeout(timeout_s)
+
+    def close(self) -> None:
+        """Close this side, also while another thread receives."""
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+        self._file.close()
+        self._link.close()
+
+
+def greet(connection: PeerConnection, place: GroupPlace) -> Hello:
+    """Let a process that has connected show that it has the secret, and return what it says of itself.
+
+    Raises:
+        OSError: It has ended, or did not show it; then it has been told.
+    """
+    challenge = Challenge(os.urandom(_NONCE_BYTES))
+    connection.send(challenge)
+    hello = connection.receive(MAX_HELLO_BYTES)
+    if not _has_secret(place, challenge.nonce, hello):
+        connection.send(End("the secret is not that of the group"))
+        raise ConnectionError("the secret is not that of the group")
+    return hello
+
+
+def _has_secret(place: GroupPlace, nonce: bytes, hello: Any) -> bool:
+    """Return whether a message is a ``Hello`` signed with the group's secret."""
+    if not isinstance(hello, Hello) or not isinstance(hello.nonce, bytes) or not isinstance(hello.proof, bytes):
+        return False
+    return hmac.compare_digest(hello.proof, _proof(place, nonce, hello))
+
+
+def welcome(connection: PeerConnection, place: GroupPlace, hello: Hello) -> None:
+    """Accept a process that ``greet`` has returned, and show it that this one has the secret too."""
+    connection.send(Welcome(_sign(place, b"leader", hello.nonce)))
+
+
+def introduce(connection: PeerConnection, place: GroupPlace) -> None:
+    """Show the leader that this process has the secret, and check that the leader has it.
+
+    Raises:
+        OSError: The leader has ended, or is no leader.
+        ConfigError: The leader refuses this process, or does not have the secret.
+    """
+    challenge = connection.receive(MAX_HELLO_BYTES)
+    if not isinstance(challenge, Challenge):
+        raise ConnectionError(f"expected a challenge, got {type(challenge).__name__}")
+    nonce = os.urandom(_NONCE_BYTES)
+    hello = Hello(place.rank, place.count, host_name(), machine_name(), os.getpid(), nonce, b"")
+    connection.send(dataclasses.replace(hello, proof=_proof(place, challenge.nonce, hello)))
+    answer = connection.receive(MAX_HELLO_BYTES)
+    if isinstance(answer, End):
+        raise ConfigError(f"process 0 of the group refuses this one: {answer.reason}")
+    expected = _sign(place, b"leader", nonce)
+    if not isinstance(answer, Welcome) or not hmac.compare_digest(answer.proof, expected):
+        raise ConfigError(f"the process at {place.address}:{place.port} does not have the group's secret")
+
+
+def machine_name() -> str:
+    """Return a name of this machine that no other has, and that changes when it starts again."""
+    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    return f"{host_name()} {boot_id}"
+
+
+def _proof(place: GroupPlace, nonce: bytes, hello: Hello) -> bytes:
+    """Return the signature of what a follower says of itself, for the leader's nonce."""
+    said = f"{hello.rank} {hello.count} {hello.host!r} {hello.machine!r} {hello.pid}".encode()
+    return _sign(place, b"follower", nonce + hello.nonce + said)
+
+
+def _sign(place: GroupPlace, role: bytes, data: bytes) -> bytes:
+    return hmac.new(place.secret, role + b"\0" + data, hashlib.sha256).digest()

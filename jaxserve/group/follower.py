@@ -1,0 +1,281 @@
+"""A follower of a group: every process but number 0. It plans nothing; it launches the steps that it is sent."""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, NoReturn
+
+import jax
+
+from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
+from jaxserve.api.errors import ConfigError
+from jaxserve.device.build import EnginePlan, plan_engine
+from jaxserve.device.compiling import use_compilation_cache
+from jaxserve.device.runner import LocalRunner
+from jaxserve.device.start import make_runners
+from jaxserve.group.connection import PeerConnection, introduce
+from jaxserve.group.digests import Digests
+from jaxserve.group.facts import early_facts, plan_facts
+from jaxserve.group.job import join_job
+from jaxserve.group.leader import agreed_plan
+from jaxserve.group.messages import (
+    Agreed,
+    Beat,
+    Done,
+    End,
+    Facts,
+    Failed,
+    Joined,
+    Launch,
+    Ready,
+    Reset,
+    ShowStacks,
+    Stacks,
+    ToLeader,
+    WarmUp,
+)
+from jaxserve.group.settings import GroupPlace, host_name
+from jaxserve.models.drafters.speculators import with_verifier
+from jaxserve.models.loading import check_weights
+from jaxserve.scheduling.plan_codec import SentRows, decode_plans
+from sharding.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILED = 70
+"""Exit status after a failure of the group: EX_SOFTWARE."""
+EXIT_BAD_START = 2
+"""Exit status if the group could not start."""
+_BEAT_S = 1.0
+_SILENT_S = 15.0  # the leader notices a silent follower before
+_SILENT_AT_START_S = 90.0
+_FAREWELL_S = 3.0  # for the leader's reason
+_RETRY_S = 0.2
+
+
+def run_follower(arguments: Mapping[str, Any], place: GroupPlace) -> NoReturn:
+    """Join a group, and launch its steps until it ends; ends this process.
+
+    Args:
+        arguments: Arguments of ``LLM``, the same as those of process 0.
+        place: The place of this process in the group.
+
+    Raises:
+        ConfigError: Process 0 cannot be reached, or does not want this process.
+    """
+    config = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, **arguments})
+    link = LeaderLink(place)
+    try:
+        follower = Follower(link, place)
+        follower.start(with_verifier(config))
+        follower.run()
+    except BaseException as error:
+        link.fail(error)
+
+
+class LeaderLink:
+    """The connection of a follower to process 0.
+
+    Attributes:
+        inbox: The messages to the thread that launches steps.
+        number: The latest step that was launched; -1: none.
+        is_running: Whether this process is compiled and loaded.
+
+    Args:
+        place: The place of this process in the group.
+
+    Raises:
+        ConfigError: Process 0 cannot be reached, or does not want this process.
+    """
+
+    def __init__(self, place: GroupPlace):
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.number = -1
+        self.is_running = False
+        self._silent_s = 0.0
+        self._num_signals = 0
+        self._connection = _connected(place)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._signalled)
+        threading.Thread(target=self._read, name="jaxserve-leader", daemon=True).start()
+        threading.Thread(target=self._beat, name="jaxserve-group", daemon=True).start()
+
+    def send(self, message: ToLeader) -> None:
+        """Send a message; the end of the leader is noticed by the thread that reads."""
+        with contextlib.suppress(OSError):
+            self._connection.send(message)
+
+    def expect(self, kind: type[Any]) -> Any:
+        """Wait for a message of a class, and return it."""
+        found = self.inbox.get()
+        assert isinstance(found, kind), f"expected {kind.__name__}, got {type(found).__name__}"
+        return found
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Tell the leader that this process has failed, and end it; the leader may know a better reason."""
+        text = "".join(traceback.format_exception(error))
+        is_setting = isinstance(error, ValueError) and not self.is_running
+        said = str(error) if is_setting else f"{type(error).__name__}: {error}"
+        self.send(Failed(said, is_setting, text))
+        if not is_setting:
+            logger.error("%s", text)
+        time.sleep(_FAREWELL_S)  # ends earlier, with the leader's reason
+        _exit(EXIT_BAD_START if is_setting else EXIT_FAILED)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = self._connection.receive()
+                self._silent_s = 0.0
+                if isinstance(message, End):
+                    self._end(message.reason)
+                elif isinstance(message, ShowStacks):
+                    faulthandler.dump_traceback(all_threads=True)
+                    self.send(Stacks(self.number))
+                elif not isinstance(message, Beat):
+                    self.inbox.put(message)
+        except OSError as error:
+            logger.error("the group ends: process 0 has ended: %s", error)
+            _exit(EXIT_FAILED)
+
+    def _end(self, reason: str) -> NoReturn:
+        if reason:
+            logger.error("the group ends: %s", reason)
+        _exit((EXIT_FAILED if self.is_running else EXIT_BAD_START) if reason else 0)
+
+    def _beat(self) -> None:
+        while True:
+            self.send(Beat())
+            time.sleep(_BEAT_S)
+            self._silent_s += _BEAT_S
+            if self._silent_s > (_SILENT_S if self.is_running else _SILENT_AT_START_S):
+                logger.error("the group ends: process 0 has sent nothing for %g s", self._silent_s)
+                _exit(EXIT_FAILED)
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        """Leave the end to process 0, which drains; after a second signal, end this process and so the group."""
+        self._num_signals += 1
+        if self._num_signals > 1:
+            _exit(EXIT_FAILED)
+        logger.warning(
+            "%s: this process ends when process 0 does; a second signal ends the group", signal.strsignal(number)
+        )
+
+
+class Follower:
+    """Plans the same engine as process 0, and launches its steps.
+
+    Args:
+        link: The connection to process 0.
+        place: The place of this process in the group.
+    """
+
+    def __init__(self, link: LeaderLink, place: GroupPlace):
+        self._link = link
+        self._place = place
+        self._steps: queue.Queue[tuple[int, bytes]] = queue.Queue()
+        self._forget()
+
+    def start(self, config: EngineConfig) -> None:
+        """Join, agree on what to run, compile and load.
+
+        Raises:
+            ConfigError: A setting is wrong, or the processes differ.
+            CheckpointError: The checkpoint cannot be read.
+        """
+        joined = self._link.expect(Joined)
+        processes = Processes(self._place.count, joined.num_on_host)
+        join_job(self._place)
+        self._link.send(Facts(early_facts(config)))
+        self._link.expect(Agreed)
+        plan = plan_engine(config, processes=processes)
+        self._link.send(Facts(plan_facts(plan)))
+        plan = agreed_plan(config, plan, self._link.expect(Agreed).values, processes)
+        self._runner = self._load(config, plan)
+        self._link.send(Ready())
+        self._link.is_running = True
+
+    def _load(self, config: EngineConfig, plan: EnginePlan) -> LocalRunner:
+        check_weights(plan.directory, plan.models[0].whole_model(), plan.load_format)
+        use_compilation_cache(config.compilation_cache_dir, plan.models[0].mesh.devices.flat[0])
+        (runner,) = make_runners(plan)[0]
+        logger.info("%s is ready with %d devices", f"rank {self._place.rank}", jax.local_device_count())
+        return runner
+
+    def run(self) -> NoReturn:
+        """Launch steps until the process ends."""
+        threading.Thread(target=self._collect, name="jaxserve-results", daemon=True).start()
+        while True:
+            message = self._link.inbox.get()
+            if isinstance(message, Launch):
+                self._runner.launch(self._sent.restore(decode_plans(message.plans)))
+                self._link.number = message.number
+                self._steps.put((message.number, message.plans))
+            elif isinstance(message, WarmUp):
+                self._runner.warm_up()
+            else:
+                assert isinstance(message, Reset), f"unexpected message {type(message).__name__}"
+                self._steps.join()
+                self._runner.reset()
+                self._forget()
+
+    def _collect(self) -> None:
+        """Wait for each step, and send its digest to the leader."""
+        try:
+            while True:
+                number, plans = self._steps.get()
+                results = self._runner.collect()
+                self._link.send(Done(number, self._digests.add(plans, results)))
+                self._steps.task_done()
+        except BaseException as error:
+            self._link.fail(error)
+
+    def _forget(self) -> None:
+        self._sent = SentRows()
+        self._digests = Digests()
+
+
+def _connected(place: GroupPlace) -> PeerConnection:
+    """Connect to process 0, which may start later.
+
+    Raises:
+        ConfigError: It cannot be reached within ``join_timeout``, or does not want this process.
+    """
+    until_s = time.monotonic() + place.join_timeout
+    while True:
+        try:
+            connection = PeerConnection(
+                socket.create_connection((place.address, place.port), timeout=place.join_timeout)
+            )
+            with contextlib.ExitStack() as failing:
+                failing.callback(connection.close)
+                introduce(connection, place)
+                connection.set_timeout(None)
+                failing.pop_all()
+            return connection
+        except OSError as error:
+            if time.monotonic() > until_s:
+                raise ConfigError(
+                    f"rank {place.rank} (host {host_name()}) cannot join the group at {place.address}:{place.port} "
+                    f"within join_timeout={place.join_timeout:g} s: {error}"
+                ) from error
+            time.sleep(_RETRY_S)
+
+
+def _exit(status: int) -> NoReturn:
+    """End the process without JAX's barrier at exit, which would wait for processes that have ended."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(status)

@@ -1,0 +1,33 @@
+"""The JAX job of a group: its processes see each other's devices, and none outlives the others."""
+
+import contextlib
+import os
+
+import jax
+
+from jaxserve.group.settings import GroupPlace
+
+HEARTBEAT_S = 20
+"""Seconds without a heartbeat after which JAX ends every process; the group's own connections notice before."""
+_SHUTDOWN_S = 5
+
+
+def join_job(place: GroupPlace) -> None:
+    """Start JAX's distributed runtime; call it before the first JAX operation. Blocks until all processes have.
+
+    Raises:
+        RuntimeError: Some did not within the time limit.
+    """
+    os.environ.setdefault("PJRT_NPROC", str(max(16, os.cpu_count() or 1)))  # see ``sharding.ensure_cpu_devices``
+    with contextlib.suppress(AttributeError):  # settings that later versions of JAX may drop
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.config.update("jax_enable_preemption_service", False)  # else SIGTERM is ignored
+    jax.distributed.initialize(
+        f"{place.address}:{place.coordinator_port}",
+        place.count,
+        place.rank,
+        coordinator_bind_address=f"{place.address}:{place.coordinator_port}",
+        initialization_timeout=int(place.join_timeout),
+        heartbeat_timeout_seconds=HEARTBEAT_S,
+        shutdown_timeout_seconds=_SHUTDOWN_S,
+    )

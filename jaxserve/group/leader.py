@@ -1,0 +1,321 @@
+"""Process 0 of a group: waits for the others, compares what they are about to run, and leads their steps."""
+
+import contextlib
+import dataclasses
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
+from jaxserve.device.build import EnginePlan, plan_engine
+from jaxserve.group.connection import PeerConnection, greet, machine_name, welcome
+from jaxserve.group.facts import difference, early_facts, least, plan_facts
+from jaxserve.group.job import join_job
+from jaxserve.group.members import Member, SilenceLimits
+from jaxserve.group.messages import Agreed, Beat, End, Facts, Hello, Joined, Ready, Reset, ShowStacks, ToFollower
+from jaxserve.group.settings import GroupPlace, host_name
+from sharding.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+_HANDSHAKE_S = 10.0
+_BEAT_S = 1.0
+_OTHERS_S = 0.5  # for the process that ended first, when several report their ends
+_STACKS_S = 2.0
+_END_S = 5.0  # for followers to end
+_FAIL_S = 1.0  # likewise after a failure, of which one of them may be the reason
+
+
+class Leader:
+    """The connections of process 0 to all others.
+
+    Args:
+        place: Where to wait for them.
+        on_lost: Called once, on another thread, with the reason if the group fails while this thread may wait for a
+            collective that never ends; it must end the process.
+    """
+
+    def __init__(self, place: GroupPlace, on_lost: Callable[[JaxserveError], None]):
+        self.place = place
+        self._on_lost = on_lost
+        self._members: dict[int, Member] = {}
+        self._is_ending = False
+        self._is_lost = threading.Event()
+        self._reports: queue.SimpleQueue[tuple[bool, int, JaxserveError]] = queue.SimpleQueue()
+        self._limits = SilenceLimits(place.step_timeout)
+
+    @property
+    def members(self) -> list[Member]:
+        """The followers in the order of their ranks."""
+        return [self._members[rank] for rank in sorted(self._members)]
+
+    # ---------------------------------------------------------------- start
+
+    def join(self) -> None:
+        """Wait for all followers, and start the JAX job with them.
+
+        Raises:
+            ConfigError: The address cannot be used, or some followers are missing after ``join_timeout``.
+        """
+        self._accept_all()
+        machines = [machine_name(), *(member.hello.machine for member in self.members)]
+        self.processes = Processes(self.place.count, machines.count(machines[0]))
+        for member in self.members:
+            member.send(Joined(machines.count(member.hello.machine)))
+            threading.Thread(
+                target=self._watch, args=(member,), name=f"jaxserve-rank-{member.rank}", daemon=True
+            ).start()
+        threading.Thread(target=self._report, name="jaxserve-group-reports", daemon=True).start()
+        threading.Thread(target=self._beat, name="jaxserve-group", daemon=True).start()
+        logger.info("all %d processes have joined: %s", self.place.count, ", ".join(self._names()))
+        join_job(self.place)
+
+    def _accept_all(self) -> None:
+        place, deadline_s = self.place, time.monotonic() + self.place.join_timeout
+        _check_free(place.address, place.coordinator_port)
+        with _listen(place.address, place.port) as listener:
+            lock = threading.Lock()
+            logger.info("waiting for %d processes at %s:%d", place.count - 1, place.address, place.port)
+            while len(self._members) < place.count - 1:
+                listener.settimeout(0.2)
+                with contextlib.suppress(TimeoutError):
+                    link, address = listener.accept()
+                    threading.Thread(target=self._accept, args=(link, address[0], lock), daemon=True).start()
+                if time.monotonic() > deadline_s:
+                    self._refuse_all(self._missing())
+        for member in self.members:
+            member.connection.set_timeout(None)
+
+    def _accept(self, link: socket.socket, address: str, lock: threading.Lock) -> None:
+        """Take a process in, or tell it why not."""
+        link.settimeout(_HANDSHAKE_S)
+        connection = PeerConnection(link)
+        try:
+            hello = greet(connection, self.place)
+            with lock:
+                problem = self._problem(hello)
+                if problem is None:
+                    welcome(connection, self.place, hello)
+                    self._members[hello.rank] = Member(hello, connection)
+                    return
+            logger.warning("refused a process at %s: %s", address, problem)
+            connection.send(End(problem))
+        except OSError as error:
+            logger.warning("refused a connection from %s: %s", address, error)
+        connection.close()
+
+    def _problem(self, hello: Hello) -> str | None:
+        if hello.count != self.place.count:
+            return f"it expects {hello.count} processes, and this group has {self.place.count} (nnodes)"
+        if not 1 <= hello.rank < self.place.count:
+            return f"node_rank={hello.rank} is not one of 1 to {self.place.count - 1}"
+        if hello.rank in self._members:
+            return f"node_rank={hello.rank} is taken by {self._members[hello.rank].name}"
+        return None
+
+    def _missing(self) -> str:
+        missing = [str(rank) for rank in range(1, self.place.count) if rank not in self._members]
+        return (
+            f"processes {', '.join(missing)} of {self.place.count} did not join at {self.place.address}:"
+            f"{self.place.port} within join_timeout={self.place.join_timeout:g} s"
+        )
+
+    def agree(self, config: EngineConfig) -> EnginePlan:
+        """Plan the engine; compare versions, files, settings and plans of all processes.
+
+        Raises:
+            ConfigError: A setting is wrong, or the processes differ; all of them are told.
+        """
+        self._compare(early_facts(config))
+        plan = plan_engine(config, processes=self.processes)
+        facts = plan_facts(plan)
+        return agreed_plan(config, plan, self._compare(facts), self.processes)
+
+    def _compare(self, facts: dict[str, Any]) -> dict[str, int]:
+        """Compare facts with those of all followers; return the numbers that all use."""
+        found = [facts, *(self._expect(member, Facts).values for member in self.members)]
+        problem = difference(found, self._names())
+        if problem is not None:
+            self._refuse_all(problem)
+        numbers = least(found)
+        for member in self.members:
+            member.send(Agreed(numbers))
+        return numbers
+
+    def wait_ready(self) -> None:
+        """Wait until all followers are compiled and loaded; from now on, a lost one ends the process.
+
+        Raises:
+            JaxserveError: A follower failed.
+        """
+        for member in self.members:
+            self._expect(member, Ready)
+        self._limits.is_running = True
+
+    def _expect(self, member: Member, kind: type[Any]) -> Any:
+        found = member.inbox.get()
+        if isinstance(found, JaxserveError):
+            self._refuse_all(str(found), type(found))
+        assert isinstance(found, kind), f"{member.name} sent {type(found).__name__} in place of {kind.__name__}"
+        return found
+
+    def _refuse_all(self, problem: str, kind: type[JaxserveError] = ConfigError) -> None:
+        """Tell all followers why the group does not start, and raise the same error here."""
+        self.end(problem)
+        raise kind(problem)
+
+    # ---------------------------------------------------------------- steps
+
+    def send_all(self, message: ToFollower) -> None:
+        """Send a message to every follower, without waiting for any."""
+        frame = None
+        for member in self.members:
+            frame = member.send(message, frame)
+
+    def launched(self, number: int) -> None:
+        """Note that a step is launched."""
+        for member in self.members:
+            member.steps.launched(number)
+
+    def computed(self, number: int, digest: bytes) -> None:
+        """Note the digest of a step, and compare it with those that have come."""
+        for member in self.members:
+            if not member.steps.computed(number, digest):
+                self._diverged(member, number)
+
+    def reset(self) -> None:
+        """Let all followers drop the steps in flight."""
+        for member in self.members:
+            member.steps.forget()
+        self.send_all(Reset())
+
+    def blame(self, error: BaseException) -> None:
+        """Wait until the process that made a step fail here is known, which ends this one; return if none is."""
+        logger.error("a step of the group failed: %s", error)
+        self._is_lost.wait(2 * _OTHERS_S + 1.0)
+        if self._is_lost.is_set():
+            time.sleep(_END_S)
+
+    def end(self, reason: str = "") -> None:
+        """Let all followers end, and wait for them for a few seconds; call it before this process ends.
+
+        Args:
+            reason: Why the group fails; empty: it does not.
+        """
+        if self._is_ending:
+            return
+        self._is_ending = True
+        for member in self.members:
+            member.send(End(reason))
+        until_s = time.monotonic() + (_FAIL_S if reason else _END_S)
+        for member in self.members:
+            member.has_ended.wait(max(0.0, until_s - time.monotonic()))
+
+    # ---------------------------------------------------------------- threads
+
+    def _watch(self, member: Member) -> None:
+        """Handle the messages of a follower until it ends."""
+        try:
+            while True:
+                message = member.connection.receive()
+                problem = member.handle(message)
+                if problem is not None:
+                    self._lose(member, problem, has_spoken=True)
+                elif member.steps.has_diverged:
+                    self._diverged(member, member.steps.number)
+        except (OSError, ValueError) as error:  # ValueError: this side is closed
+            member.has_ended.set()
+            if not self._is_ending and not member.has_failed:
+                self._lose(member, EngineDeadError(f"{member.name} has ended: {error}"), has_spoken=False)
+
+    def _diverged(self, member: Member, number: int) -> None:
+        text = f"{member.name} at step {number}: plans or tokens differ from those of rank 0 ({member.steps.digests})"
+        self._lose(member, EngineDeadError(text), has_spoken=False)
+
+    def _lose(self, member: Member, error: JaxserveError, has_spoken: bool) -> None:
+        """Note that the group fails because of a follower.
+
+        Args:
+            member: The follower.
+            error: Why.
+            has_spoken: Whether it said so itself: another one that ended without a word may be its reason.
+        """
+        member.inbox.put(error)
+        if self._limits.is_running or not has_spoken:
+            self._reports.put((has_spoken, member.rank, error))
+
+    def _report(self) -> None:
+        """Wait for the end of the group; blame the process that ended first."""
+        reports = [self._reports.get()]
+        until_s = time.monotonic() + _OTHERS_S
+        while (left_s := until_s - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                reports.append(self._reports.get(timeout=left_s))
+        if self._is_ending:
+            return
+        _, rank, error = min(reports, key=lambda report: report[:2])
+        self._is_lost.set()
+        logger.error("the group ends: %s", error)
+        self.end(str(error))
+        if self._limits.is_running:  # clients are told this, so no names of hosts
+            error = EngineDeadError(f"rank {rank} of its processes ended, failed or is late; the log says more")
+        self._on_lost(error)
+
+    def _beat(self) -> None:
+        """Show all followers that this process is alive, and look for those that are silent or late."""
+        while not self._is_ending:
+            for member in self.members:
+                member.send(Beat())
+            time.sleep(_BEAT_S)
+            for member in self.members:
+                problem = self._limits.problem(member, _BEAT_S)
+                if problem is not None and not self._is_lost.is_set():
+                    self._look_at_all(member, problem)
+
+    def _look_at_all(self, late: Member, problem: str) -> None:
+        """Let all log their stacks, and blame a follower that does not even do that, else the late one."""
+        for member in self.members:
+            member.shown.clear()
+            member.send(ShowStacks())
+        until_s = time.monotonic() + _STACKS_S
+        answers = {member: member.shown.wait(max(0.0, until_s - time.monotonic())) for member in self.members}
+        silent = [member for member, has_answered in answers.items() if not has_answered]
+        if silent:
+            late, problem = silent[0], "does not answer: it is stopped, or its machine cannot be reached"
+        else:  # all wait for the one that has launched the fewest steps
+            late = min(self.members, key=lambda member: member.launched)
+        text = f"{late.name} {problem}; the latest step that it finished is {late.steps.number}"
+        self._lose(late, EngineDeadError(text), has_spoken=False)
+
+    def _names(self) -> list[str]:
+        return [f"rank 0 (host {host_name()})", *(member.name for member in self.members)]
+
+
+def agreed_plan(config: EngineConfig, plan: EnginePlan, numbers: dict[str, int], processes: Processes) -> EnginePlan:
+    """Return the plan with the numbers that all processes use."""
+    if (plan.models[0].num_pages, plan.max_model_len) == (numbers["num_pages"], numbers["max_model_len"]):
+        return plan
+    changes = {"num_gpu_blocks_override": numbers["num_pages"], "max_model_len": numbers["max_model_len"]}
+    return plan_engine(dataclasses.replace(config, **changes), plan.config, processes)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        raise ConfigError(f"master_addr, master_port: cannot listen at {address}:{port}: {error}") from error
+
+
+def _check_free(address: str, port: int) -> None:
+    """Raise ConfigError unless JAX's coordinator can have its port, which it would share with another job's."""
+    try:
+        with _listen(address, port):
+            pass
+    except ConfigError as error:
+        raise ConfigError(f"master_port + 1 is for JAX's coordinator: {error}") from error

@@ -1,0 +1,170 @@
+"""The followers of a group as its leader knows them."""
+
+import collections
+import contextlib
+import logging
+import queue
+import threading
+import time
+
+from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
+from jaxserve.group.connection import PeerConnection
+from jaxserve.group.messages import CODEC, MAX_BYTES, Beat, Done, Failed, Hello, Stacks, ToFollower
+
+logger = logging.getLogger(__name__)
+
+_SILENT_S = 8.0
+_SILENT_AT_START_S = 60.0  # tracing large programs keeps other threads waiting
+
+
+class Member:
+    """A follower.
+
+    Attributes:
+        hello: What it said of itself.
+        connection: The connection to it.
+        inbox: Its messages about the start, or the error with which it failed.
+        steps: Its steps.
+        silent_s: Seconds since its last message.
+        launched: The latest step that it said it has launched.
+        shown: Set once it has logged its stacks.
+        has_failed: Whether it has said that it failed.
+        has_ended: Set once its connection has ended.
+
+    Args:
+        hello: What it said of itself.
+        connection: The connection to it.
+    """
+
+    def __init__(self, hello: Hello, connection: PeerConnection):
+        self.hello = hello
+        self.connection = connection
+        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.steps = Steps()
+        self.silent_s = 0.0
+        self.launched = -1
+        self.shown = threading.Event()
+        self.has_failed = False
+        self.has_ended = threading.Event()
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return self.hello.rank
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return f"rank {self.hello.rank} (host {self.hello.host}, process {self.hello.pid})"
+
+    def send(self, message: ToFollower, frame: bytes | None = None) -> bytes:
+        """Send a message, packed as ``frame`` if it is; return the frame. Its end is noticed by who receives."""
+        frame = CODEC.pack(message, MAX_BYTES) if frame is None else frame
+        with contextlib.suppress(OSError):
+            self.connection.send_frame(frame)
+        return frame
+
+    def handle(self, message: object) -> JaxserveError | None:
+        """Note a message; return the error with which the follower failed, if it did."""
+        self.silent_s = 0.0
+        if isinstance(message, Done):
+            self.steps.done(message.number, message.digest)
+        elif isinstance(message, Stacks):
+            self.launched = message.number
+            self.shown.set()
+        elif isinstance(message, Failed):
+            self.has_failed = True
+            if not message.is_setting:
+                logger.error("%s failed:\n%s", self.name, message.traceback)
+            return (ConfigError if message.is_setting else EngineDeadError)(f"{self.name}: {message.error}")
+        elif not isinstance(message, Beat):
+            self.inbox.put(message)
+        return None
+
+
+class Steps:
+    """The steps of a follower, and their digests, beside those of the leader.
+
+    Attributes:
+        number: The latest step that it has finished; -1: none.
+        has_diverged: Whether a digest differs.
+        digests: The first two digests that differ, in words.
+    """
+
+    def __init__(self):
+        self.number = -1
+        self.has_diverged = False
+        self.digests = ""
+        self._lock = threading.Lock()
+        self._in_flight = collections.OrderedDict[int, float]()
+        self._own = dict[int, bytes]()
+        self._theirs = dict[int, bytes]()
+        self._done_s = 0.0
+
+    def launched(self, number: int) -> None:
+        """Note that the leader has launched a step."""
+        with self._lock:
+            self._in_flight[number] = time.monotonic()
+
+    def computed(self, number: int, digest: bytes) -> bool:
+        """Note the leader's digest of a step; return whether the follower's, if it has come, is the same."""
+        with self._lock:
+            self._own[number] = digest
+            self._compare(number)
+            return not self.has_diverged
+
+    def done(self, number: int, digest: bytes) -> None:
+        """Note that the follower has finished a step."""
+        with self._lock:
+            self.number, self._done_s = number, time.monotonic()
+            self._in_flight.pop(number, None)
+            self._theirs[number] = digest
+            self._compare(number)
+
+    def forget(self) -> None:
+        """Forget the steps in flight, whose results are dropped."""
+        with self._lock:
+            self._in_flight.clear()
+            self._own.clear()
+            self._theirs.clear()
+
+    @property
+    def late_s(self) -> float:
+        """Seconds for which the follower has been at the oldest step in flight; 0 without any."""
+        with self._lock:
+            if not self._in_flight:
+                return 0.0
+            first_s = next(iter(self._in_flight.values()))
+            return time.monotonic() - max(first_s, self._done_s)
+
+    def _compare(self, number: int) -> None:
+        if number in self._own and number in self._theirs:
+            own, theirs = self._own.pop(number), self._theirs.pop(number)
+            if own != theirs and not self.has_diverged:
+                self.has_diverged, self.digests = True, f"{theirs.hex()} instead of {own.hex()}"
+
+
+class SilenceLimits:
+    """How long a follower may say nothing, or take for a step.
+
+    Attributes:
+        is_running: Whether all are compiled and loaded.
+
+    Args:
+        step_timeout: Seconds for a step.
+    """
+
+    def __init__(self, step_timeout: float):
+        self.is_running = False
+        self._step_timeout = step_timeout
+
+    def problem(self, member: Member, passed_s: float) -> str | None:
+        """Return what is wrong with a follower after some more seconds, not counting those in which this process itself
+        was stopped."""
+        member.silent_s += passed_s
+        limit_s = _SILENT_S if self.is_running else _SILENT_AT_START_S
+        if member.silent_s > limit_s:
+            return f"has sent nothing for {limit_s:g} s"
+        if member.steps.late_s > self._step_timeout:
+            return f"has not finished a step within step_timeout={self._step_timeout:g} s"
+        return None

@@ -1,0 +1,149 @@
+"""Messages between the leader of a group, process 0, and its followers, the others."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.frames import Codec, dataclass_form
+
+MAX_HELLO_BYTES = 4096
+"""Longest frame of a process that has not shown that it has the secret."""
+MAX_BYTES = 256 << 20
+"""Longest frame: the plans of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Challenge:
+    """The leader's first message: random bytes that the follower signs."""
+
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The follower's first message."""
+
+    rank: int
+    count: int
+    """Number of processes that it expects."""
+    host: str
+    """Its machine's name, for messages."""
+    machine: str
+    """Names its machine; processes with the same one share its memory."""
+    pid: int
+    nonce: bytes
+    proof: bytes
+    """The leader's nonce and these fields, signed with the secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The leader has the secret too, and the rank is free."""
+
+    proof: bytes
+    """The follower's nonce, signed with the secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """All processes have joined."""
+
+    num_on_host: int
+    """Those on the machine of the receiver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a process is about to run, by name; all must have the same."""
+
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """All have the same facts. Numbers that may differ between hosts get these values."""
+
+    values: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The follower is compiled and loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """Run every program once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Launch a step."""
+
+    number: int
+    """Number of the step, from 0."""
+    plans: bytes
+    """The plans of its lanes; see ``plan_codec``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Drop the steps in flight, and forget all slots and pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The follower has finished a step."""
+
+    number: int
+    digest: bytes
+    """Eight bytes that depend on the plans and the tokens of all steps so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The sender is alive. Sent every second by both."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShowStacks:
+    """Log the stacks of all Python threads, and answer with ``Stacks``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """The answer to ``ShowStacks``."""
+
+    number: int
+    """The latest step that was launched; -1: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The follower has failed; its last message."""
+
+    error: str
+    is_setting: bool
+    """Whether a setting or a file is wrong."""
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End the process; the leader's last message."""
+
+    reason: str
+    """Why the group failed; empty: it did not."""
+
+
+ToFollower = Challenge | Welcome | Joined | Agreed | WarmUp | Launch | Reset | Beat | ShowStacks | End
+ToLeader = Hello | Facts | Ready | Done | Beat | Stacks | Failed
+
+CODEC = Codec(
+    {
+        cls: dataclass_form(cls)
+        for cls in (
+            *(Challenge, Hello, Welcome, Joined, Facts, Agreed, Ready, WarmUp, Launch, Reset, Done),
+            *(Beat, ShowStacks, Stacks, Failed, End),
+        )
+    }
+)

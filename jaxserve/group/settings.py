@@ -1,0 +1,186 @@
+"""The settings of a group of processes that run one engine."""
+
+import contextlib
+import dataclasses
+import ipaddress
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxserve.api.errors import ConfigError
+
+SECRET_BYTES = 32
+_MAX_PORT = 65534  # JAX's coordinator has the next one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """Settings of one engine over several processes, each on its own host or beside the others on one.
+
+    Attributes:
+        nnodes: Number of processes that run the engine together, each with as many devices; all get the same flags.
+        node_rank: Index of this process, from 0; process 0 plans the steps, and serves HTTP and gRPC.
+        master_addr: Address of process 0, which the others connect to.
+        master_port: Port at that address for the plans of steps; JAX's coordinator uses the next one.
+        headless: Serve neither HTTP nor gRPC, as every process but number 0 does.
+        group_secret_file: File with at least 32 secret bytes that only its owner can read, the same for all processes.
+        group_secret_fd: Descriptor of a pipe from which the secret is read; the process ends when the pipe does.
+        join_timeout: Seconds within which all processes must have joined.
+        step_timeout: Seconds after which a process that has not finished a step ends the group.
+    """
+
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None
+    headless: bool = False
+    group_secret_file: str | None = None
+    group_secret_fd: int | None = None
+    join_timeout: float = 300.0
+    step_timeout: float = 60.0
+
+    @classmethod
+    def from_arguments(cls, given: Mapping[str, Any], is_insecure: bool) -> "GroupConfig":
+        """Return the given settings, checked.
+
+        Args:
+            given: Settings by name.
+            is_insecure: Whether the network is trusted (``insecure`` of the server).
+
+        Raises:
+            ConfigError: A setting is missing, wrong, or does not go with the others.
+        """
+        config = cls(**given)
+        config._check_numbers()
+        if config.nnodes == 1:
+            extra = [name for name in given if name not in ("nnodes", "node_rank", "join_timeout", "step_timeout")]
+            extra = [name for name in extra if given[name] is not False]
+            if extra:
+                raise ConfigError(f"{extra[0]} is for an engine of several processes: set nnodes to their number")
+            return config
+        config._check_place(is_insecure)
+        return config
+
+    def _check_numbers(self) -> None:
+        if self.nnodes < 1:
+            raise ConfigError(f"nnodes: expected a number >= 1, got {self.nnodes}")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"node_rank: expected 0 to {self.nnodes - 1} for nnodes={self.nnodes}, got {self.node_rank}"
+            )
+        if self.master_port is not None and not 1 <= self.master_port <= _MAX_PORT:
+            raise ConfigError(f"master_port: expected a port from 1 to {_MAX_PORT}, got {self.master_port}")
+        for name in ("join_timeout", "step_timeout"):
+            if not 1 <= getattr(self, name) <= 86400:
+                raise ConfigError(f"{name}: expected seconds from 1 to 86400, got {getattr(self, name):g}")
+
+    def _check_place(self, is_insecure: bool) -> None:
+        """Raise ConfigError unless the processes can reach each other safely."""
+        if self.master_addr is None or self.master_port is None:
+            missing = "master_addr" if self.master_addr is None else "master_port"
+            raise ConfigError(f"nnodes={self.nnodes} requires {missing}: where process 0 listens for the others")
+        if self.headless != (self.node_rank > 0):
+            expected = "set headless" if self.node_rank else "headless is for the others"
+            raise ConfigError(f"node_rank={self.node_rank}: only process 0 serves HTTP and gRPC: {expected}")
+        if (self.group_secret_file is None) == (self.group_secret_fd is None):
+            raise ConfigError(
+                f"nnodes={self.nnodes} requires group_secret_file, which processes show each other that they have: "
+                f"head -c {SECRET_BYTES} /dev/urandom > FILE; chmod 600 FILE"
+            )
+        if not is_insecure and not _is_loopback(self.master_addr):
+            raise ConfigError(
+                f"master_addr: other machines can reach {self.master_addr}, and a group's connections are not "
+                "encrypted: set insecure if its network is isolated"
+            )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one process runs the engine."""
+        return self.nnodes == 1
+
+    def place(self, end: Callable[[], None]) -> "GroupPlace":
+        """Read the secret; return what this process needs to join.
+
+        Args:
+            end: Called once the process that started this one has ended, if it gave the secret's descriptor.
+
+        Raises:
+            ConfigError: The secret cannot be read, is too short, or others can read it.
+        """
+        assert self.master_addr is not None and self.master_port is not None
+        if self.group_secret_fd is not None:
+            secret = _read_pipe(self.group_secret_fd, end)
+        else:
+            secret = _read_file(self.group_secret_file or "")
+        if len(secret) < SECRET_BYTES:
+            raise ConfigError(f"the group's secret has {len(secret)} bytes; expected at least {SECRET_BYTES}")
+        return GroupPlace(
+            self.master_addr,
+            self.master_port,
+            self.nnodes,
+            self.node_rank,
+            secret,
+            self.join_timeout,
+            self.step_timeout,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupPlace:
+    """What a process needs to join a group: an address, the number of processes, its rank, and the secret."""
+
+    address: str
+    port: int
+    count: int
+    rank: int
+    secret: bytes = dataclasses.field(repr=False)
+    join_timeout: float
+    step_timeout: float
+
+    @property
+    def coordinator_port(self) -> int:
+        """Port of JAX's coordinator."""
+        return self.port + 1
+
+
+def _is_loopback(address: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return address == "localhost"
+
+
+def _read_file(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                raise ConfigError(f"group_secret_file: others can read {path}: chmod 600 {path}")
+            return file.read(1 << 16)
+    except OSError as error:
+        raise ConfigError(f"group_secret_file: cannot read {path}: {error.strerror}") from error
+
+
+def _read_pipe(descriptor: int, end: Callable[[], None]) -> bytes:
+    """Read the secret from a pipe, and call ``end`` once its other side is closed."""
+    try:
+        os.set_inheritable(descriptor, False)
+        secret = os.read(descriptor, SECRET_BYTES)
+    except OSError as error:
+        raise ConfigError(f"group_secret_fd: cannot read descriptor {descriptor}: {error.strerror}") from error
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(descriptor, 1):
+                pass
+        end()
+
+    threading.Thread(target=wait, name="jaxserve-launcher", daemon=True).start()
+    return secret
+
+
+def host_name() -> str:
+    """Return the name of this machine, for messages."""
+    return socket.gethostname()

@@ -1,0 +1,60 @@
+"""Puts arrays onto meshes some of whose devices may belong to other processes.
+
+Every process calls these functions for the same arrays in the same order and with the same values, and puts the shards
+of its own devices. None of them communicates: ``jax.device_put`` of a host array to devices of several processes would
+compare its values in a collective, which hangs all if one process skips it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from sharding.mesh import Device, PlannedDevice
+
+
+def put(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """Return a host array, which all processes have, as an array on devices."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index], dtype=array.dtype)
+
+
+def put_parts(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[Device, np.ndarray]) -> jax.Array:
+    """Return an array made of the parts of the devices; those of other processes are not needed and not read."""
+    own = sharding.addressable_devices
+    shards = [jax.device_put(part, device) for device, part in parts.items() if device in own]
+    return jax.make_array_from_single_device_arrays(shape, sharding, jax.block_until_ready(shards))
+
+
+def hand_over(arrays: Any, shardings: Any) -> Any:
+    """Copy a tree of arrays to other devices of this process without waiting; equal specs make that asynchronous."""
+    return jax.device_put(arrays, shardings)
+
+
+def on_all(mesh: Mesh) -> Callable[[Any], Any]:
+    """Return a function that gives every device of a mesh the whole of each array of a tree.
+
+    It compiles a program for each new shape, with an all-gather.
+    """
+    return jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def is_shared(mesh: Mesh) -> bool:
+    """Return whether some devices of a mesh belong to other processes."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def own_device(mesh: Mesh | None = None) -> Device:
+    """Return the first device of this process, of all or of a mesh; of a planned mesh its first device.
+
+    Only devices of this process can be asked for their memory.
+    """
+    if mesh is None:
+        return jax.local_devices()[0]
+    first = mesh.devices.flat[0]
+    if isinstance(first, PlannedDevice) or not is_shared(mesh):
+        return first
+    return next(device for device in mesh.devices.flat if device.process_index == jax.process_index())

@@ -1,0 +1,60 @@
+"""The processes of one JAX job that share a mesh: which meshes they can have, and what each has of one."""
+
+import collections
+import dataclasses
+
+from jax.sharding import Mesh
+
+from sharding.mesh import MeshError, MeshShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """The processes that have the devices of a mesh.
+
+    Attributes:
+        count: Number of processes.
+        num_on_host: Those on the host of this one, itself included.
+    """
+
+    count: int = 1
+    num_on_host: int = 1
+
+    def devices_of_each(self, shape: MeshShape) -> int:
+        """Return the number of devices of a mesh that each process has.
+
+        Raises:
+            MeshError: The processes cannot share the mesh equally, or it has slices.
+        """
+        if self.count == 1:
+            return shape.num_devices
+        for axis in ("data", "stage"):
+            if getattr(shape, axis) > 1:
+                raise MeshError(
+                    f"mesh axis {axis!r} of size {getattr(shape, axis)} needs one process, but the group has "
+                    f"{self.count}; use only the axes 'tensor' and 'expert'"
+                )
+        if shape.num_devices % self.count:
+            fitting = ", ".join(str(self.count * each) for each in (1, 2, 4))
+            raise MeshError(
+                f"{self.count} processes cannot share a mesh of {shape.num_devices} devices equally (tensor="
+                f"{shape.tensor}, expert={shape.expert}); use one of {fitting} or another multiple of {self.count}"
+            )
+        return shape.num_devices // self.count
+
+    def check(self, mesh: Mesh) -> None:
+        """Raise MeshError unless every process has equally many devices of the mesh."""
+        if self.count == 1:
+            return
+        counts = collections.Counter(device.process_index for device in mesh.devices.flat)
+        each = [counts[rank] for rank in range(self.count)]
+        if len({*each}) > 1:
+            raise MeshError(
+                f"the mesh of {mesh.devices.size} devices takes {', '.join(map(str, each))} devices of the processes "
+                "in the order of their ranks; it must take as many of each, so give each process only as many devices "
+                f"(CUDA_VISIBLE_DEVICES) or use a mesh of all"
+            )
+
+
+ALONE = Processes()
+"""One process has all devices."""

@@ -1,0 +1,127 @@
+"""An engine in two processes: whatever befalls one, all end soon and say whose fault it was, and none is left."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.server_child import RunningServer
+from tests.faults.conftest import faulty_environment
+from tests.group_server import assert_gone, family, follower_pid, kill, post, running_group
+from tests.hooks import injected
+
+pytestmark = pytest.mark.slow
+FLAGS = ("--tensor-parallel-size", "2", "--step-timeout", "5")
+BODY = {"prompt": "12+30=", "temperature": 0.0, "max_tokens": 8}
+ENDED = "rank 1 of its processes ended, failed or is late"
+
+
+class Group:
+    """A running group with switches for faults of its follower."""
+
+    def __init__(self, server: RunningServer, switches: Path):
+        self.server = server
+        self.switches = switches
+        self.processes = family(server.process.pid)
+        assert post(server, "/v1/completions", BODY)[1]["choices"][0]["text"] == "42"
+
+    def ask(self) -> Any:
+        """Status and message of a request of many tokens."""
+        status, response = post(self.server, "/v1/completions", {**BODY, "max_tokens": 200, "ignore_eos": True})
+        return status, response.get("error", {}).get("message", "")
+
+    def assert_ends(self, *said: str, within_s: float, status: int = 70) -> None:
+        """All processes end, and the log says why."""
+        assert_gone(self.processes[1:], within_s)
+        assert self.server.wait() == status
+        log = self.server.log.read_text()
+        for text in said:
+            assert text in log, log
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    with running_group(*FLAGS, environment=faulty_environment(tmp_path)) as server:
+        yield Group(server, tmp_path)
+
+
+@pytest.fixture
+def asking(group: Group) -> Iterator[list[Any]]:
+    """The answers of two clients whose requests run when the fault comes."""
+    answers: list[Any] = []
+    clients = [threading.Thread(target=lambda: answers.append(group.ask())) for _ in range(2)]
+    for client in clients:
+        client.start()
+    yield answers
+    for client in clients:
+        client.join()
+    assert all(status == 503 and ENDED in message for status, message in answers) and len(answers) == 2
+
+
+def test_a_killed_follower(group: Group, asking: list[Any]) -> None:
+    kill(follower_pid(group.server))
+    group.assert_ends("was killed by SIGKILL", "the group ends: rank 1 (host ", "has ended", within_s=8)
+
+
+def test_a_stopped_follower(group: Group, asking: list[Any]) -> None:
+    kill(follower_pid(group.server), signal.SIGSTOP)
+    group.assert_ends("the group ends: rank 1 (host ", "does not answer: it is stopped", within_s=30)
+
+
+@pytest.mark.parametrize(
+    ("switch", "said"),
+    [
+        (injected.FOLLOWER_FAILS, ["Traceback", "InjectedError", "the group ends: rank 1 (host "]),
+        (injected.FOLLOWER_MISREADS, ["expected encoded step plans", "the group ends: rank 1 (host "]),
+        (injected.FOLLOWER_DIVERGES, ["at step ", "plans or tokens differ from those of rank 0", " instead of "]),
+        (injected.FOLLOWER_HANGS, ["has not finished a step within step_timeout=5 s", "in faulty_decode"]),
+    ],
+)
+def test_a_follower_that_fails(group: Group, asking: list[Any], switch: str, said: list[str]) -> None:
+    (group.switches / switch).touch()
+    group.assert_ends(*said, within_s=20)
+
+
+def test_a_killed_engine_of_rank_0(group: Group) -> None:
+    kill(next(pid for pid in group.processes if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()))
+    group.assert_ends("it was killed by SIGKILL", "the group ends: process 0 has ended", within_s=10)
+
+
+def test_a_killed_launcher(group: Group) -> None:
+    kill(group.server.process.pid)
+    assert_gone(group.processes[1:], within_s=15)
+
+
+def test_a_signal_to_the_launcher_drains(group: Group) -> None:
+    answers: list[Any] = []
+    client = threading.Thread(target=lambda: answers.append(group.ask()))
+    client.start()
+    while not post(group.server, "/v1/completions", BODY)[0] == 200:
+        pass
+    group.server.process.send_signal(signal.SIGTERM)
+    client.join()
+    group.assert_ends(within_s=20, status=0)
+    assert answers == [(200, "")]
+
+
+def test_a_signal_to_a_follower_is_left_to_rank_0(group: Group) -> None:
+    kill(follower_pid(group.server), signal.SIGTERM)
+    assert group.ask()[0] == 200
+    assert "this process ends when process 0 does" in group.server.log.read_text()
+
+
+def test_a_group_that_is_started_again(tmp_path: Path) -> None:
+    with running_group(*FLAGS, "--restart-engine", environment=faulty_environment(tmp_path)) as server:
+        group = Group(server, tmp_path)
+        for _ in range(2):
+            kill(follower_pid(server))
+            while post(server, "/v1/completions", BODY)[0] != 200:
+                assert server.process.poll() is None
+        processes = family(server.process.pid)
+        assert group.ask()[0] == 200 and len(processes) == len(group.processes)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert_gone([*processes[1:], *group.processes[1:]], within_s=5)
