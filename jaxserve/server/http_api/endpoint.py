@@ -140,18 +140,42 @@ class Endpoint:
             # that the client can read the response.
             raise self._too_long({"Connection": "close"} if "expect" in request.headers else {})
         loop, ledger = asyncio.get_running_loop(), self._frontend.ledger
+        begin_s = latest_s = loop.time()
         try:
-            async with asyncio.timeout(config.stall_timeout or None) as limit:
+            async with asyncio.timeout_at(self._body_deadline_s(begin_s, latest_s, 0)) as limit:
                 async for part in request.stream():
-                    if config.stall_timeout:
-                        limit.reschedule(loop.time() + config.stall_timeout)
+                    latest_s = loop.time()
+                    limit.reschedule(self._body_deadline_s(begin_s, latest_s, len(raw) + len(part)))
                     ledger.add_bytes(caller, len(part))
                     raw += part
                     if len(raw) > config.max_request_bytes:
                         raise self._too_long({})
         except TimeoutError:
             message = f"the body stalled for {config.stall_timeout:g} s"
+            if not config.stall_timeout or loop.time() - latest_s < config.stall_timeout:
+                message = (
+                    f"the body arrived too slowly: {len(raw)} bytes in {loop.time() - begin_s:.3g} s; limits: "
+                    f"{config.body_timeout:g} s (body_timeout), {config.min_transfer_rate} bytes a second "
+                    "(min_transfer_rate)"
+                )
             raise HTTPException(408, message, {"Connection": "close"}) from None
+
+    def _body_deadline_s(self, begin_s: float, latest_s: float, num_bytes: int) -> float | None:
+        """Return the time by which more of a body must have arrived.
+
+        Args:
+            begin_s: When it began.
+            latest_s: When its latest part arrived.
+            num_bytes: Bytes so far.
+        """
+        config, deadlines = self._frontend.config, list[float]()
+        if config.stall_timeout:
+            deadlines.append(latest_s + config.stall_timeout)
+        if config.stall_timeout and config.min_transfer_rate:
+            deadlines.append(begin_s + config.stall_timeout + num_bytes / config.min_transfer_rate)
+        if config.body_timeout:
+            deadlines.append(begin_s + config.body_timeout)
+        return min(deadlines, default=None)
 
     def _too_long(self, headers: Mapping[str, str]) -> HTTPException:
         return HTTPException(

@@ -234,7 +234,7 @@ def make_server(
     """An open server over an engine."""
     engine = engine or FakeEngine()
     engine.parsers = parsers or ParserNames()
-    frontend = Frontend(ServerConfig(**settings), engine, "tiny")
+    frontend = Frontend(ServerConfig(**{"allowed_hosts": ["*"], **settings}), engine, "tiny")
     frontend.ledger.open(limit)
     return Server(frontend, engine)
 
