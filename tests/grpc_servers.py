@@ -13,6 +13,7 @@ from jaxserve.api.metric_types import Gauge, Metric
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
+from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.parsers import ParserNames
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
@@ -161,18 +162,20 @@ class FakeEngine(EngineClient):
         )
 
     async def tokenize(
-        self, text: str, add_special_tokens: bool = True, with_strings: bool = False
+        self, text: str, add_special_tokens: bool = True, with_strings: bool = False, turn: Turn = SHARED_TURN
     ) -> tuple[list[int], list[str]]:
         """A token a character, with 1 in front."""
         if self.error is not None:
             raise self.error
         return [1] * add_special_tokens + [ord(one) for one in text], list(text) if with_strings else []
 
-    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+    async def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = False, turn: Turn = SHARED_TURN
+    ) -> str:
         """The other way."""
         return "".join(chr(one) for one in token_ids if one != 1 or not skip_special_tokens)
 
-    async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
+    async def render_chat(self, chat: Mapping[str, Any], turn: Turn = SHARED_TURN) -> tuple[str, list[int]]:
         """The contents behind each other."""
         self.calls.append(("render_chat", chat))
         text = "|".join(message.get("content", "") for message in chat["messages"])

@@ -9,6 +9,7 @@ from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.engine.metrics import EngineMetrics
 from jaxserve.scheduling.drafts import DraftCounts
 from jaxserve.scheduling.plan import SchedulerLimits
@@ -129,16 +130,18 @@ class ObservedEngine(EngineClient):
                 await asyncio.sleep(item)
 
     async def tokenize(
-        self, text: str, add_special_tokens: bool = True, with_strings: bool = False
+        self, text: str, add_special_tokens: bool = True, with_strings: bool = False, turn: Turn = SHARED_TURN
     ) -> tuple[list[int], list[str]]:
         """Nothing."""
         return [], []
 
-    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+    async def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = False, turn: Turn = SHARED_TURN
+    ) -> str:
         """Nothing."""
         return ""
 
-    async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
+    async def render_chat(self, chat: Mapping[str, Any], turn: Turn = SHARED_TURN) -> tuple[str, list[int]]:
         """A prompt."""
         return "prompt", [1]
 

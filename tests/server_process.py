@@ -40,7 +40,7 @@ def running_server(
         launcher: Words of the command before ``serve``.
     """
     model, drafts = drafting.server(model)
-    all_flags = ["--compilation-cache-dir", str(PROGRAMS_CACHE), "--shutdown-timeout", "5"]
+    all_flags = ["--compilation-cache-dir", str(PROGRAMS_CACHE), "--shutdown-timeout", "5", "--allowed-hosts", "*"]
     all_flags += [*drafts, *(SMALL_ENGINE if engine else ()), *flags]
     with tempfile.NamedTemporaryFile(suffix=".log") as log:
         limits: dict[str, Any] = {"start_limit_s": START_LIMIT_S, "end_limit_s": END_LIMIT_S, "launcher": launcher}

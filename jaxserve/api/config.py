@@ -10,7 +10,7 @@ from jaxserve.api.speculation import DEVICE_METHODS, takes_in_blocks
 from jaxserve.api.vllm_arguments import SERVER_ONLY, log_ignored
 from jaxserve.api.vllm_engine_arguments import NO_EFFECT, REFUSED
 
-SERVING_DEFAULTS = MappingProxyType({"disable_log_stats": False})
+SERVING_DEFAULTS = MappingProxyType({"disable_log_stats": False, "max_logprobs_per_request": 1 << 20})
 """Settings whose defaults for serving engines differ from those of ``LLM``."""
 
 
@@ -127,6 +127,10 @@ class EngineConfig:
         spec_tokens: Short for its key ``num_speculative_tokens``.
         async_scheduling: Launch a step before the tokens of the previous step are known.
         max_logprobs: Largest number of logprobs per position that a request may ask for; -1 for the whole vocabulary.
+        max_logprobs_per_request: Largest number of logprobs of a prompt and its completions together: one more than
+            ``logprobs`` for each token of each of ``n`` completions, and one more than ``prompt_logprobs`` for each of
+            the prompt. A request without ``max_tokens`` gets fewer tokens, others are refused. -1: no limit. A server
+            and ``AsyncLLM`` have 1048576: a million take 40 MB and half a minute of JSON.
         logprobs_mode: Values of logprobs: ``raw_logprobs`` before masks, penalties and temperature,
             ``processed_logprobs`` after them, ``raw_logits`` and ``processed_logits`` the logits themselves.
         logits_processors: Functions that change logits in the step (``LogitsProcessor``), or their ``module:name``.
@@ -210,6 +214,7 @@ class EngineConfig:
     spec_tokens: int | None = None
     async_scheduling: bool | None = None
     max_logprobs: int = 20
+    max_logprobs_per_request: int = -1
     logprobs_mode: str = "raw_logprobs"
     logits_processors: list[Any] | None = None
     reasoning_parser: str | None = None

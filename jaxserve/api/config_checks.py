@@ -44,6 +44,7 @@ _WHOLE_FIELDS = MappingProxyType(
         "long_prefill_token_threshold": 0,
         "expert_load_metrics": 0,
         "max_logprobs": -1,
+        "max_logprobs_per_request": -1,
     }
 )
 MESH_FIELDS = MappingProxyType(

@@ -13,6 +13,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.field_checks import integer, sequence
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.turns import SHARED_TURN, Turn
 
 PROMPT_FORMS = "a string, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 MAX_PRIORITY = 2**63 - 1
@@ -43,6 +44,7 @@ class Request:
       truncate_prompt_tokens: Keep only the last tokens of the prompt, this many; -1: as many as leave room for the
           output.
       add_special_tokens: Whether the tokenizer adds the model's special tokens to a text.
+      turn: Whose turns it takes; a server sets it. Requests of different API keys are prepared and admitted in turns.
       stream_interval: Fewest tokens of a completion in a delta, except in its first and its last.
       generation_prompt: End of `text` with which a chat template begins the answer; None if it is not known. States of
           recurrent layers are kept before it, as the next turn may write it otherwise.
@@ -65,6 +67,7 @@ class Request:
     add_special_tokens: bool = True
     stream_interval: int = 1
     generation_prompt: str | None = None
+    turn: Turn = SHARED_TURN
 
     def __post_init__(self):
         if self.cache_salt == "":

@@ -33,6 +33,8 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_ARGUMENT_NESTING = 64
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_BIASED_TOKENS = 1024
 MAX_TEXT_LENGTH = 256
 # A length raised to this power is still a finite float.
 MAX_LENGTH_PENALTY = 32.0
@@ -80,7 +82,10 @@ def _optional_texts(name: str, value: object, most: int, *, may_be_one: bool = F
 
 
 def _stop_token_ids(name: str, value: object) -> tuple[int, ...]:
-    return () if value is None else tuple(dict.fromkeys(token_ids(name, value)))
+    found = () if value is None else tuple(dict.fromkeys(token_ids(name, value)))
+    if len(found) > MAX_STOP_TOKEN_IDS:
+        raise wrong_field(name, len(found), f"must have at most {MAX_STOP_TOKEN_IDS} ids, got {len(found)}")
+    return found
 
 
 def _allowed_token_ids(name: str, value: object) -> tuple[int, ...]:
@@ -99,7 +104,10 @@ def _logprob_token_ids(name: str, value: object) -> tuple[int, ...] | None:
 
 def _logit_bias(name: str, value: object) -> dict[int, float] | None:
     found: dict[int, float] = {}
-    for key, bias in mapping(name, value).items():
+    given = mapping(name, value)
+    if len(given) > MAX_BIASED_TOKENS:
+        raise wrong_field(name, len(given), f"must have at most {MAX_BIASED_TOKENS} token ids, got {len(given)}")
+    for key, bias in given.items():
         token_id = _token_id(name, key)
         if token_id in found:
             raise wrong_field(name, value, f"has token id {token_id} twice")

@@ -56,7 +56,7 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     """Up to 64 stop strings of up to 256 characters, stored as a tuple; the text is cut before the first match."""
     stop_token_ids: Sequence[int] | None = None
-    """Token ids that end the completion, stored as a tuple."""
+    """Up to 1024 token ids that end the completion, stored as a tuple."""
     ignore_eos: bool = False
     """Continue after the end-of-sequence token."""
     max_tokens: int | None = 16
@@ -85,11 +85,12 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """Constraint on the output, such as a JSON schema; or a dict of its fields."""
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
-    """Added to the logits of these token ids (keys may be strings)."""
+    """Added to the logits of these token ids, at most 1024 (keys may be strings)."""
     allowed_token_ids: Sequence[int] | None = None
     """The only tokens that may be sampled, stored as a tuple."""
     bad_words: Sequence[str] | None = None
-    """Up to 1024 strings whose last token is not sampled after their other tokens, stored as a tuple."""
+    """Up to 1024 strings whose last token is not sampled after their other tokens, stored as a tuple; with and without
+    a space before them they make up to 128 token sequences."""
     thinking_token_budget: int | None = None
     """Largest number of reasoning tokens, after which the end of reasoning is forced; None or -1: no limit."""
     repetition_detection: RepetitionDetectionParams | None = None
@@ -229,4 +230,5 @@ def check_against(params: SamplingParams, *, vocab_size: int, max_logprobs: int)
 def _check_token_ids(name: str, token_ids: Iterable[int] | None, vocab_size: int) -> None:
     outside = [token_id for token_id in token_ids or () if token_id >= vocab_size]
     if outside:
-        raise wrong_field(name, outside, f"must have token ids from 0 to {vocab_size - 1}, got {outside}")
+        shown = f"{outside[:8]} and {len(outside) - 8} more" if len(outside) > 8 else outside
+        raise wrong_field(name, outside[0], f"must have token ids from 0 to {vocab_size - 1}, got {shown}")

@@ -21,6 +21,8 @@ from jaxserve.api.field_checks import (
 
 MAX_JSON_NESTING = 64
 """Deepest nesting of objects and arrays in a JSON schema."""
+MAX_PATTERN_SIZE = 1024
+"""Longest pattern that ``repetition_detection`` looks for: each token is compared with as many before it."""
 MAX_TAG_NESTING = 80
 """Deepest nesting in a structural tag, which wraps schemas."""
 
@@ -131,6 +133,12 @@ class StructuredOutputsParams:
 
 def _checked_repetition(values: Values) -> Values:
     checked = {name: integer(f"repetition_detection.{name}", value, 0) for name, value in values.items()}
+    if checked["max_pattern_size"] > MAX_PATTERN_SIZE:
+        message = (
+            f"repetition_detection.max_pattern_size must be at most {MAX_PATTERN_SIZE}, "
+            f"got {checked['max_pattern_size']}"
+        )
+        raise RequestError(message, parameter="repetition_detection", value=checked["max_pattern_size"])
     if checked["min_pattern_size"] > checked["max_pattern_size"]:
         message = (
             "repetition_detection.min_pattern_size must be at most "
@@ -153,7 +161,7 @@ class RepetitionDetectionParams:
     """
 
     max_pattern_size: int = 0
-    """Longest pattern to detect, in tokens; 0 disables detection."""
+    """Longest pattern to detect, in tokens, at most 1024; 0 disables detection."""
     min_pattern_size: int = 0
     """Shortest pattern to detect, in tokens; 0 means 1."""
     min_count: int = 0

@@ -9,15 +9,18 @@ from collections.abc import Mapping
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.logprobs import FlatLogprobs
+from jaxserve.api.packed_logprobs import PackedLogprobs
 from jaxserve.api.request import Request, check_length
 from jaxserve.api.sampling_options import SAMPLING_OPTIONS, OptionValues
 from jaxserve.api.sampling_params import SamplingParams, check_against
+from jaxserve.api.text_bound import check_text
+from jaxserve.api.turns import Turn
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.pooling import pooling_state
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.scheduling.plan import Sampling
 from jaxserve.scheduling.sequence import Constraint, Sequence
-from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids
+from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids, separate
 from jaxserve.structured_output.grammar_constraint import DeferredConstraint, Grammar
 from jaxserve.structured_output.grammars import GrammarCompiler
 from jaxserve.structured_output.reasoning import AfterReasoning, Reasoning, find_reasoning, open_section
@@ -168,14 +171,15 @@ class Admission:
             return pooling_state(request, request.pooling, token_ids, limits, **times)
         limits.check_generates()
         params = fit_max_tokens(params, len(token_ids), limits.max_model_len, request.is_strict_length)
-        grammar = None if params.is_plain else self._check_features(params)
+        params = limits.fit_logprobs(params, len(token_ids), request.is_strict_length)
+        grammar = None if params.is_plain else self._check_features(params, request.turn)
         if params is not request.params:
             request = dataclasses.replace(request, params=params)
         tokenizer = self.tokenizer if params.detokenize else None
         samples = self._samples(request, token_ids, tokenizer, default_seed, grammar)
         state = RequestState(request, token_ids, samples, arrival_s, time.monotonic(), tokenizer, grammar=grammar)
         if params.prompt_logprobs is not None:
-            state.prompt_logprobs = [None for _ in token_ids]
+            state.prompt_logprobs = PackedLogprobs.empty()
             if tokenizer is not None:  # in the given text, or in the tokens' own if it may have been truncated
                 text = request.text if request.truncate_prompt_tokens is None else None
                 state.prompt_offsets = prompt_offsets(tokenizer, text, token_ids)
@@ -215,9 +219,10 @@ class Admission:
             detokenizer = None if pieces is None else _detokenizer(pieces, params, prompt)
             sequence = Sequence(
                 request,
-                list(prompt),
+                prompt,
                 len(prompt),
                 max_length=max_length,
+                shares_prompt=True,
                 index=index,
                 sampling=sampling._replace(seed=sample_seed(seed, index)),
                 stop_ids=stop_ids,
@@ -260,6 +265,7 @@ class Admission:
         elif self.tokenizer is None:
             raise RequestError("the model directory has no tokenizer; expected prompt_token_ids, got text")
         else:
+            check_text(self.tokenizer.text_bound, request, self.limits.max_model_len)
             token_ids = self.tokenizer.encode(request.text or "", request.add_special_tokens)
         if not token_ids:
             raise RequestError(
@@ -271,7 +277,7 @@ class Admission:
             raise RequestError(f"token id {largest} is out of vocabulary; {expected}", parameter="prompt")
         return token_ids
 
-    def _check_features(self, params: SamplingParams) -> GrammarFuture | None:
+    def _check_features(self, params: SamplingParams, turn: Turn) -> GrammarFuture | None:
         """Check parameters that are not plain, and start to compile the grammar if there is one.
 
         Raises:
@@ -282,7 +288,7 @@ class Admission:
         if params.structured_outputs is None:
             return None
         assert self.grammars is not None
-        return self.grammars.submit(params.structured_outputs)
+        return self.grammars.submit(params.structured_outputs, turn)
 
     def _check_supported(self, params: SamplingParams) -> None:
         """Reject parameters that need a tokenizer or parser that the engine lacks, and invalid ``extra_args``."""
@@ -322,20 +328,20 @@ class Admission:
             reasoning = None if grammar is None else find_reasoning(*ending)
             section = () if budget is None else open_section(*ending)
 
-        def make() -> Constraint | None:
-            parts: list[Constraint] = []
-            if markers is not None and budget is not None and text_of is not None:
-                tags = markers.texts
-                parts.append(ThinkingBudget(tags, markers.end_ids, budget, section, vocab_size, text_of))
-            if longer:
-                parts.append(BadWords(longer, vocab_size=vocab_size))
-            own = AllOf(parts) if len(parts) > 1 else parts[0] if parts else None
-            if grammar is None:
-                return own
-            constraint: Constraint = DeferredConstraint(grammar)
-            if reasoning is not None and text_of is not None:
-                constraint = AfterReasoning(constraint, reasoning, text_of)
-            return constraint if own is None else AllOf([constraint, own])
+        parts: list[BadWords | ThinkingBudget] = []
+        if markers is not None and budget is not None and text_of is not None:
+            parts.append(ThinkingBudget(markers.texts, markers.end_ids, budget, section, vocab_size, text_of))
+        if longer:
+            parts.append(BadWords(longer, vocab_size=vocab_size))
+
+        def make() -> Constraint:
+            own: list[Constraint] = [separate(part) for part in parts]
+            if grammar is not None:
+                constraint: Constraint = DeferredConstraint(grammar)
+                if reasoning is not None and text_of is not None:
+                    constraint = AfterReasoning(constraint, reasoning, text_of)
+                own = [constraint, AllOf(own) if len(own) > 1 else own[0]] if own else [constraint]
+            return AllOf(own) if len(own) > 1 else own[0]
 
         return [make() for _ in range(request.params.n)]
 

@@ -19,7 +19,7 @@ from jaxserve.engine.expert_load import ExpertLoad
 from jaxserve.engine.metrics import PREFIX, CompileCounter, EngineMetrics
 from jaxserve.engine.pooling import pooled_vector
 from jaxserve.engine.replica import Replica
-from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.request_state import MAX_UNREAD, RequestState
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.router import choose_scheduler
 from jaxserve.scheduling.step import Step
@@ -291,6 +291,8 @@ class Engine:
                 continue
             try:
                 sample.score(first, scores)
+                if len(sample.scores) >= MAX_UNREAD:
+                    sample.read(request.tokenizer)
             except BaseException as error:
                 self._fail_alone(request, own_failure(error))
 

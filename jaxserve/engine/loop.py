@@ -17,6 +17,7 @@ from jaxserve.api.errors import (
     RequestFailedError,
     unforeseen,
 )
+from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn
 from jaxserve.engine.command_thread import CommandThread
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
@@ -55,7 +56,7 @@ class Loop(CommandThread):
         self._lock = threading.RLock()
         self._drain_until_s: float | None = None
         self._has_ended_streams = threading.Event()
-        self._pool = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "jaxserve-prepare")
+        self._pool = FairThreads(_NUM_THREADS, "jaxserve-prepare")
         self._thread.start()
 
     @property
@@ -63,7 +64,9 @@ class Loop(CommandThread):
         """Whether the engine accepts requests."""
         return not self._is_stopped and self._drain_until_s is None
 
-    def submit(self, stream: Stream, prepare: Callable[[], RequestState]) -> None:
+    def submit(
+        self, stream: Stream, prepare: Callable[[], RequestState], turn: Turn = SHARED_TURN, cost: float = 1.0
+    ) -> None:
         """Prepare a request on another thread, wait for its grammar, and queue it.
 
         Errors end the stream, except the following.
@@ -71,6 +74,8 @@ class Loop(CommandThread):
         Args:
             stream: Of the request.
             prepare: Validates and tokenizes the prompt.
+            turn: Whose turn the preparation takes.
+            cost: What it costs beside that of others.
 
         Raises:
             EngineDeadError: The engine failed or was shut down.
@@ -79,7 +84,7 @@ class Loop(CommandThread):
             if not self.is_running:
                 raise self._dead()
             self._preparing.add(stream)
-            self._pool.submit(self._prepare, stream, prepare)
+            self._pool.submit(self._prepare, stream, prepare, turn=turn, cost=cost)
 
     def begin(self, streams: Sequence[Stream]) -> None:
         """Queue prepared requests together, and step until each has an output. An error ends all of the streams.
@@ -141,14 +146,16 @@ class Loop(CommandThread):
 
         return self.call(abort)
 
-    def call_aside(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
-        """Run a short function on the threads that prepare requests.
+    def call_aside(
+        self, function: Callable[[], T], turn: Turn = SHARED_TURN, cost: float = 1.0
+    ) -> "concurrent.futures.Future[T]":
+        """Run a short function on the threads that prepare requests; ``turn`` and ``cost`` as for ``submit``.
 
         Raises:
             EngineDeadError: The engine failed or was shut down.
         """
         try:
-            return self._pool.submit(function)
+            return self._pool.submit(function, turn=turn, cost=cost)
         except RuntimeError:
             raise EngineDeadError(SHUT_DOWN) from None
 

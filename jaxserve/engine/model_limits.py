@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from jaxserve.api.draft_metrics import DraftReport
 from jaxserve.api.errors import RequestError
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.layers.model_config import RopeConfig
 from jaxserve.layers.rope import length_regime
 from jaxserve.structured_output.reasoning import ReasoningMarkers
@@ -21,6 +22,7 @@ class ModelLimits:
         vocab_size: Vocabulary size.
         eos_token_ids: End-of-sequence tokens.
         max_logprobs: Most alternatives reported per token; -1 for no limit.
+        max_logprobs_per_request: Most logprobs of a prompt and its completions; -1 for no limit.
         has_priorities: Whether the engine uses priority scheduling.
         shares_prefixes: Whether prefix caching is enabled.
         arguments: Names and default values of the logits processors' arguments in ``extra_args``.
@@ -35,6 +37,7 @@ class ModelLimits:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_logprobs: int = 20
+    max_logprobs_per_request: int = -1
     has_priorities: bool = False
     shares_prefixes: bool = True
     arguments: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
@@ -43,6 +46,41 @@ class ModelLimits:
     model_key: bytes = b""
     draft_report: DraftReport | None = None
     generates: bool = True
+
+    def fit_logprobs(self, params: SamplingParams, num_prompt_tokens: int, is_strict: bool) -> SamplingParams:
+        """Return the parameters with a ``max_tokens`` whose logprobs are not too many.
+
+        Args:
+            params: Parameters of the request, with a ``max_tokens``.
+            num_prompt_tokens: Length of the prompt.
+            is_strict: Whether to reject a ``max_tokens`` with too many rather than reduce it.
+
+        Raises:
+            RequestError: The prompt, or the tokens that are asked for, have more than ``max_logprobs_per_request``.
+        """
+        limit, num_tokens = self.max_logprobs_per_request, params.max_tokens
+        if limit < 0 or num_tokens is None or not params.needs_logprobs:
+            return params
+        num_of_prompt = num_prompt_tokens * self._num_entries(params.prompt_logprobs)
+        per_token = params.n * self._num_entries(params.num_logprobs)
+        fewest = num_tokens if is_strict else max(params.min_tokens, 1)
+        if num_of_prompt + per_token * fewest > limit:
+            name = "prompt_logprobs" if num_of_prompt > limit else "logprobs"
+            raise RequestError(
+                f"{name}: this request has {num_of_prompt} logprobs of {num_prompt_tokens} prompt tokens and "
+                f"{per_token * fewest} of {params.n} x {fewest} output tokens; limit {limit} "
+                "(max_logprobs_per_request). Ask for fewer logprobs, tokens or completions",
+                parameter=name,
+                value=num_of_prompt + per_token * fewest,
+            )
+        most = (limit - num_of_prompt) // per_token if per_token else num_tokens
+        return params if num_tokens <= most else params.clone(max_tokens=most)
+
+    def _num_entries(self, num_logprobs: int | None) -> int:
+        """Return the number of entries of a position with this many logprobs besides the token's own; None: none."""
+        if num_logprobs is None:
+            return 0
+        return 1 + (self.vocab_size if num_logprobs == -1 else num_logprobs)
 
     def check_generates(self) -> None:
         """Check that the engine generates tokens.

@@ -45,7 +45,7 @@ def pooling_state(
     request = dataclasses.replace(request, params=_UNUSED_PARAMS)
     sequence = Sequence(
         request,
-        token_ids=list(token_ids),
+        token_ids=token_ids,
         num_prompt_tokens=length,
         max_length=length,
         cache_root=limits.cache_root(request.cache_salt, request.request_id, length),

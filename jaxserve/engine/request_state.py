@@ -4,15 +4,17 @@ import collections
 import concurrent.futures
 import dataclasses
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jaxserve.api.draft_metrics import DraftReport
 from jaxserve.api.errors import RequestError, own_failure
-from jaxserve.api.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
+from jaxserve.api.logprobs import Logprob, PromptLogprobs, SampleLogprobs
 from jaxserve.api.outputs import CompletionOutput, PrefixMetrics, RequestMetrics, RequestOutput
+from jaxserve.api.packed_logprobs import PackedLogprobs
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.engine.prompt_scores import packed_scores
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.endings import shown_end
 from jaxserve.scheduling.sequence import Sequence
@@ -20,6 +22,9 @@ from jaxserve.scheduling.step import ScoredChunk
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.text_offsets import TextOffsets
 from jaxserve.text.tokenizer import Tokenizer
+
+MAX_UNREAD = 64
+"""Tokens of a sample whose logprobs wait for an output: more would hold up the steps of others when they are made."""
 
 
 def logprob_entry(
@@ -178,6 +183,7 @@ class RequestState:
         queued_s: When it was prepared.
         tokenizer: Decodes the tokens of logprobs; None to leave their text out.
         prompt_logprobs: Logprobs of the prompt as far as computed; None if not requested.
+        sends_arrays: Whether outputs have the logprobs of the prompt as they are kept, and not as objects.
         prompt_offsets: Where the prompt's tokens begin in its text; None without text or logprobs of the prompt.
         grammar: The compiled structured output.
         lane: Index of the scheduler that runs it.
@@ -194,7 +200,7 @@ class RequestState:
     arrival_s: float
     queued_s: float
     tokenizer: Tokenizer | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: PackedLogprobs | None = None
     prompt_offsets: list[int] | None = None
     grammar: concurrent.futures.Future[Any] | None = None
     lane: int = 0
@@ -202,6 +208,7 @@ class RequestState:
     error: RequestError | None = None
     embedding: list[float] | None = None
     is_corrupted: bool = False
+    sends_arrays: bool = False
     arrival_time: float = dataclasses.field(init=False)
     _has_returned_prompt: bool = False
 
@@ -306,30 +313,41 @@ class RequestState:
         return None if count < 0 else count
 
     def add_prompt_logprobs(self, chunk: ScoredChunk, scores: TokenLogprobs) -> None:
-        """Add the logprobs of the prompt tokens after each token of a chunk."""
-        assert self.prompt_logprobs is not None
+        """Add the logprobs of the prompt tokens after each token of a chunk, but of those that it has already."""
+        held = self.prompt_logprobs
+        assert held is not None
+        start, targets = chunk.start + 1, [target for target in chunk.targets if target >= 0]
+        num_old = min(max(len(held) - start, 0), len(targets))
+        if num_old == len(targets):
+            return
+        held.add_empty(max(start - len(held), 0))  # the first token, which nothing predicts
+        start, targets = start + num_old, targets[num_old:]
+        offsets = self.prompt_offsets[start : start + len(targets)] if self.prompt_offsets else None
+        shown = _Shown(self.tokenizer, False).of
         count = self.request.params.prompt_logprobs or 0
-        for i, target in enumerate(chunk.targets):
-            if target >= 0:
-                entry, position = (
-                    logprob_entry(target, chunk.first + i, scores, count, self.tokenizer),
-                    chunk.start + i + 1,
-                )
-                if self.prompt_offsets:
-                    entry[target] = dataclasses.replace(entry[target], text_offset=self.prompt_offsets[position])
-                self.prompt_logprobs[position] = entry
+        held.extend(packed_scores(targets, chunk.first + num_old, scores, count, shown, offsets))
+
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
+        """Return the logprobs of the prompt as outputs have them."""
+        held = self.prompt_logprobs
+        if held is None:
+            return None
+        if len(held) < len(self.prompt_token_ids):
+            held = dataclasses.replace(held)
+            held.add_empty(len(self.prompt_token_ids) - len(held))
+        if self.sends_arrays:
+            return cast("Any", held)  # reads like a list
+        flat = held.unpacked()
+        return flat if self.request.params.flat_logprobs else [position or None for position in flat]
 
     def _output(self, outputs: list[CompletionOutput], with_metrics: bool, with_prompt_logprobs: bool) -> RequestOutput:
-        prompt_logprobs: PromptLogprobs | None = self.prompt_logprobs if with_prompt_logprobs else None
-        if prompt_logprobs is not None and self.request.params.flat_logprobs:
-            prompt_logprobs = FlatLogprobs.of(prompt_logprobs)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.request.text,
             prompt_token_ids=self.prompt_token_ids,
             outputs=outputs,
             finished=self.is_finished(),
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=self._prompt_logprobs() if with_prompt_logprobs else None,
             metrics=self.metrics() if with_metrics else None,
             num_cached_tokens=self.num_cached_tokens,
             error=None if self.error is None else str(self.error),

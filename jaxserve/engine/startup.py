@@ -192,6 +192,7 @@ def make_admission(
         vocab_size=model.vocab_size,
         eos_token_ids=eos_ids,
         max_logprobs=config.max_logprobs,
+        max_logprobs_per_request=config.max_logprobs_per_request,
         has_priorities=config.scheduling_policy == "priority",
         shares_prefixes=config.enable_prefix_caching,
         arguments=plan.models[0].arguments,

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 from jaxserve.api.errors import RequestFailedError, own_failure
 from jaxserve.api.outputs import FinishReason
-from jaxserve.api.structured_params import RepetitionDetectionParams
 from jaxserve.scheduling.sequence import Sequence
 
 
@@ -44,10 +43,9 @@ def find_ending(sequence: Sequence, token: int) -> Ending | None:
             return Ending("error", error=constraint_failure(error))
     if length >= sequence.max_length:
         return Ending("length")
-    repetition = sequence.request.params.repetition_detection
-    if repetition is not None and length >= sequence.min_length:
+    if sequence.repetition is not None:
         try:
-            if ends_in_repetition(sequence.token_ids, sequence.num_prompt_tokens, repetition):
+            if ends_in_repetition(sequence):
                 return Ending("repetition", "repetition_detected")
         except Exception as error:
             return Ending("error", error=error)
@@ -94,20 +92,10 @@ def shown_end(sequence: Sequence, reason: FinishReason | None) -> int:
     return length - 1 if is_hidden and sequence.token_ids[-1] in sequence.stop_ids else length
 
 
-def ends_in_repetition(token_ids: list[int], num_prompt_tokens: int, params: RepetitionDetectionParams) -> bool:
-    """Whether the output ends in ``min_count`` copies of a pattern of an allowed size, in tokens.
-
-    Same rule as vLLM's `check_sequence_repetition`. One scan for the last token rules out most outputs.
-    """
-    count = params.min_count
-    if count < 2:
+def ends_in_repetition(sequence: Sequence) -> bool:
+    """Whether the output ends in copies of a pattern; false before the minimum length."""
+    search = sequence.repetition
+    if search is None:
         return False
-    shortest = max(params.min_pattern_size, 1)
-    longest = min(params.max_pattern_size, (len(token_ids) - num_prompt_tokens) // count)
-    last = token_ids[-1]
-    if longest < shortest or last not in token_ids[-1 - longest : -shortest]:
-        return False
-    return any(
-        token_ids[-1 - size] == last and token_ids[-size * (count - 1) :] == token_ids[-size * count : -size]
-        for size in range(shortest, longest + 1)
-    )
+    is_found = search.ends_in_copies(sequence.token_ids, sequence.num_prompt_tokens)
+    return is_found and len(sequence.token_ids) >= sequence.min_length

@@ -1,6 +1,5 @@
 """Plan each step's sequences, tokens and pages: iteration-level continuous batching (Orca, OSDI '22)."""
 
-import bisect
 import itertools
 from collections import deque
 from collections.abc import Iterable
@@ -16,50 +15,9 @@ from jaxserve.scheduling.microbatches import Microbatches
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
 from jaxserve.scheduling.proposers.proposer import DraftProposer
+from jaxserve.scheduling.queues import SequenceQueues
 from jaxserve.scheduling.sequence import Sequence
 from jaxserve.scheduling.step import Step
-
-
-class SequenceQueues:
-    """The waiting and running sequences, each ordered by priority, then by arrival.
-
-    Attributes:
-        waiting: Sequences without a slot, in order.
-        running: Sequences with a slot, in order.
-        free_slots: The other slots.
-
-    Args:
-        num_slots: Number of slots.
-    """
-
-    def __init__(self, num_slots: int):
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.free_slots = list(range(num_slots - 1, -1, -1))
-
-    def enqueue(self, *sequences: Sequence) -> None:
-        """Insert sequences into the waiting queue, in order."""
-        for sequence in sequences:
-            bisect.insort(self.waiting, sequence, key=_rank)
-
-    def start_first(self) -> None:
-        """Move the first waiting sequence to a free slot; one must be free."""
-        sequence = self.waiting.popleft()
-        sequence.slot = self.free_slots.pop()
-        bisect.insort(self.running, sequence, key=_rank)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence from its queue and free its slot; a follower not yet enqueued is in neither queue."""
-        if sequence.slot >= 0:
-            self.running.remove(sequence)
-            self.free_slots.append(sequence.slot)
-            sequence.slot = -1
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
-
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.request.priority, sequence.arrival
 
 
 class Scheduler:
@@ -271,7 +229,7 @@ class Scheduler:
         if ending is None:
             if sequence.slot >= 0:
                 cache.register(sequence, len(token_ids) - 1)
-            if sequence.constraint is None and sequence.request.params.repetition_detection is None:
+            if sequence.constraint is None and sequence.repetition is None:
                 sequence.next_check = min(sequence.max_length, cache.next_page_end(sequence) + 1)
             if sequence.followers:
                 self._queues.enqueue(*sequence.release_followers())
@@ -369,15 +327,16 @@ class Scheduler:
         return end - start
 
     def _admit(self, budget: int, step: Step, now: float) -> None:
-        """Admit waiting sequences in order while slots, rows, tokens and pages last."""
+        """Admit waiting sequences in turns while slots, rows, tokens and pages last."""
         while self.waiting and budget > 0 and self._queues.free_slots and step.has_room(is_member=True):
-            sequence = self.waiting[0]
+            sequence = self._queues.next
             if self.limits.admits_whole and len(sequence.token_ids) > budget:
                 return
             copies = None if sequence.num_pending else self.pages.allocate(sequence)
             if copies is None:
                 return
-            self._queues.start_first()
+            self._queues.start(sequence)
+            sequence.own_tokens()
             sequence.scheduled_s = sequence.scheduled_s or now
             step.add_setup(sequence, copies)
             num_members = step.num_members + 1

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 from jaxserve.api.outputs import FinishReason
 from jaxserve.api.request import Request
 from jaxserve.scheduling.plan import Sampling
+from jaxserve.scheduling.repetition import RepetitionSearch
 
 
 @runtime_checkable
@@ -123,6 +124,8 @@ class Sequence:
         token_ids: The prompt and the output tokens known to the host.
         num_prompt_tokens: Length of the prompt.
         max_length: Length, prompt included, at which the sequence finishes.
+        shares_prompt: Whether ``token_ids`` are the request's own list, until the sequence first runs: the samples that
+            wait have one prompt between them.
         index: Index among the samples of the request.
         sampling: Sampling parameters.
         stop_ids: Stop tokens, each with the stop reason to report.
@@ -167,12 +170,14 @@ class Sequence:
         scheduled_s: Time of the plan that first admitted it, in seconds of ``time.monotonic()``; 0 before.
         first_token_s: Time of its first token, in seconds of ``time.monotonic()``; 0 before.
         last_token_s: Time of its latest token, in seconds of ``time.monotonic()``; 0 before the first.
+        repetition: Searches its output for repetitions, if the request asks for that.
     """
 
     request: Request
     token_ids: list[int]
     num_prompt_tokens: int
     max_length: int
+    shares_prompt: bool = False
     index: int = 0
     sampling: Sampling = Sampling()
     stop_ids: dict[int, int | None] = dataclasses.field(default_factory=dict[int, int | None])
@@ -215,6 +220,12 @@ class Sequence:
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
+    repetition: RepetitionSearch | None = None
+
+    def __post_init__(self):
+        params = self.request.params.repetition_detection
+        if params is not None and self.repetition is None:
+            self.repetition = RepetitionSearch(params)
 
     @property
     def num_output_tokens(self) -> int:
@@ -237,6 +248,11 @@ class Sequence:
             return self.num_pending > 0
         is_open = self.num_pending > 1 and len(self.token_ids) + 1 < self.sampling.banned_until
         return is_open and bool(self.sampling.banned_ids)
+
+    def own_tokens(self) -> None:
+        """Copy the prompt unless that has been done, before tokens are appended to it."""
+        if self.shares_prompt:
+            self.token_ids, self.shares_prompt = self.token_ids.copy(), False
 
     def release_followers(self) -> list["Sequence"]:
         """Remove and return the followers that can start, once this sequence has a token or has finished.

@@ -7,6 +7,9 @@ An auth file is YAML or JSON: a list of keys, each with
 * ``scopes``: some of ``generate``, ``metrics`` and ``admin``; default: ``generate`` and ``metrics``;
 * ``max_concurrent_requests``, ``requests_per_minute`` and ``tokens_per_minute``, of prompts and completions: limits;
   default: none;
+* ``max_memory_share``: fraction of the server's ``max_admitted_bytes`` that its requests may take; default: 0.5 if
+  there are several keys, else 1;
+* ``weight``: its share of turns: requests of different keys are prepared and admitted in turns; default: 1;
 * ``min_priority``: requests with a smaller number, which would run earlier, get this one; default: none;
 * ``expires``: a date or an ISO 8601 time, in UTC unless it has an offset; default: never;
 * ``tenant``: keys of the same tenant share cached pages; default: the name.
@@ -27,12 +30,17 @@ from typing import Any, cast
 import yaml
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError
 from jaxserve.server.settings import ServerConfig
 
+_LEAST_WEIGHT = 0.001
 SCOPES = ("generate", "metrics", "admin")
 _LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
-_FIELDS = ("key", "sha256", "name", "scopes", *_LIMITS, "min_priority", "expires", "tenant")
+_SHARES = ("max_memory_share", "weight")
+_FIELDS = ("key", "sha256", "name", "scopes", *_LIMITS, *_SHARES, "min_priority", "expires", "tenant")
+_SHARE_OF_SEVERAL = 0.5
+_ANONYMOUS = "anonymous"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,6 +57,8 @@ class Caller:
             limit.
         min_priority: The smallest priority of its requests; None: no limit.
         expires_s: When its key expires, in seconds since the epoch; None: never.
+        weight: Its share of turns beside other callers.
+        max_memory_share: Fraction of the memory for requests that the caller's may take; 0 until the default is known.
     """
 
     name: str
@@ -59,6 +69,13 @@ class Caller:
     tokens_per_minute: int | None = None
     min_priority: int | None = None
     expires_s: float | None = None
+    max_memory_share: float = 1.0
+    weight: float = 1.0
+
+    @property
+    def turn(self) -> Turn:
+        """Whose turns its requests take: without keys all take the same."""
+        return SHARED_TURN if self.name == _ANONYMOUS else Turn(self.name, self.weight)
 
     def check_scope(self, scope: str) -> None:
         """Raise PermissionDeniedError if the caller lacks a scope."""
@@ -79,20 +96,24 @@ class Authenticator:
     def __init__(self, config: ServerConfig):
         self._config = config
         self._callers = self._read()
-        self._anonymous = None if self._callers else Caller("anonymous", frozenset(SCOPES))
+        self._anonymous = None if self._callers else Caller(_ANONYMOUS, frozenset(SCOPES))
 
     def _read(self) -> list[tuple[bytes, Caller]]:
         config, callers = self._config, list[tuple[bytes, Caller]]()
         default = frozenset(("generate", "metrics"))
         for number, key in enumerate(config.api_key or (), 1):
             tenant = None if config.share_prefix_cache else f"key-{number}"
-            callers.append((_digest(key), Caller(f"key-{number}", default, tenant)))
+            callers.append((_digest(key), Caller(f"key-{number}", default, tenant, max_memory_share=0.0)))
         if config.auth_file is not None:
             callers += _read_auth_file(Path(config.auth_file), config.share_prefix_cache)
         names = [caller.name for _, caller in callers]
         if len(set(names)) < len(names) or len({digest for digest, _ in callers}) < len(names):
             raise ConfigError("api_key, auth_file: two callers have the same name or the same key")
-        return callers
+        share = _SHARE_OF_SEVERAL if len(callers) > 1 else 1.0
+        return [
+            (digest, caller if caller.max_memory_share else dataclasses.replace(caller, max_memory_share=share))
+            for digest, caller in callers
+        ]
 
     def reload(self) -> frozenset[str]:
         """Read the auth file again; return the names of callers whose keys are no longer valid.
@@ -171,19 +192,36 @@ def _read_entry(where: str, entry: Any) -> tuple[bytes, Caller]:
         raise ConfigError(f"{where}: name: expected 1 to 64 letters, digits and any of '_.@-'")
     if not isinstance(scopes, list) or not all(scope in SCOPES for scope in cast("list[Any]", scopes)):
         raise ConfigError(f"{where}: scopes: expected some of {', '.join(SCOPES)}")
-    for limit in _LIMITS:
-        if limit in values and (type(values[limit]) is not int or values[limit] < 1):
-            raise ConfigError(f"{where}: {limit}: expected an integer of at least 1")
+    _check_numbers(where, values)
     tenant = values.get("tenant", name)
     if not isinstance(tenant, str) or not tenant:
         raise ConfigError(f"{where}: tenant: expected a string that is not empty")
-    priority = values.get("min_priority")
-    if priority is not None and type(priority) is not int:
-        raise ConfigError(f"{where}: min_priority: expected an integer")
-    limits = [values.get(limit) for limit in _LIMITS]
-    expires_s = _read_time(f"{where}: expires", values.get("expires"))
-    caller = Caller(name, frozenset(scopes), tenant, *limits, min_priority=priority, expires_s=expires_s)
+    caller = Caller(
+        name,
+        frozenset(scopes),
+        tenant,
+        *(values.get(limit) for limit in _LIMITS),
+        min_priority=values.get("min_priority"),
+        expires_s=_read_time(f"{where}: expires", values.get("expires")),
+        max_memory_share=float(values.get("max_memory_share", 0)),
+        weight=float(values.get("weight", 1)),
+    )
     return _entry_digest(where, values), caller
+
+
+def _check_numbers(where: str, values: dict[str, Any]) -> None:
+    """Raise ConfigError unless the numbers of an entry are such, and within their bounds."""
+    for limit in _LIMITS:
+        if limit in values and (type(values[limit]) is not int or values[limit] < 1):
+            raise ConfigError(f"{where}: {limit}: expected an integer of at least 1")
+    share = values.get("max_memory_share", 1)
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ConfigError(f"{where}: max_memory_share: expected a number above 0 and at most 1")
+    weight = values.get("weight", 1)
+    if type(weight) not in (int, float) or not _LEAST_WEIGHT <= weight <= 1 / _LEAST_WEIGHT:
+        raise ConfigError(f"{where}: weight: expected a number from {_LEAST_WEIGHT} to {1 / _LEAST_WEIGHT:g}")
+    if type(values.get("min_priority", 0)) not in (int, type(None)):
+        raise ConfigError(f"{where}: min_priority: expected an integer")
 
 
 def _read_time(where: str, value: Any) -> float | None:

@@ -15,12 +15,14 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Any
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, RequestError
-from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request
+from jaxserve.api.text_bound import check_text
+from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.frames import HEADER, FrameError, check_length
 from jaxserve.group.settings import GroupPlace
 from jaxserve.server.engine_process.spawn import spawn_engine
+from jaxserve.server.engine_queries import EngineQueries
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.output_collector import OutputCollector, aborted
 from jaxserve.server.renderers import RenderedChat, Renderers
@@ -50,7 +52,7 @@ _IMPORT_S = 60.0  # until the process reads its first message and counts the tim
 _WATCH_S = 1.0  # between two checks of the heartbeats
 
 
-class EngineClient:
+class EngineClient(EngineQueries):
     """The client of an engine in a process of its own. All of it belongs to one event loop.
 
     Args:
@@ -211,13 +213,14 @@ class EngineClient:
         collector = OutputCollector(request.timeout_s)
         number = self._take_number()
         if request.chat is not None and request.text is None:
-            rendered = await self._render(request.chat, request.request_id, request.timeout_s)
+            rendered = await self._render(request.chat, request.turn, request.request_id, request.timeout_s)
             if rendered is None:
                 yield aborted(request)
                 return
             last = {"messages": request.chat["messages"][-1:]}  # it tells where reasoning begins
             last["continue_final_message"] = request.chat.get("continue_final_message", False)
             request = dataclasses.replace(request, **rendered._asdict(), chat=last, add_special_tokens=False)
+            check_text(self.info.text_bound, request, self.info.max_model_len)
         self._collectors[number] = collector
         self._names[number] = request.request_id
         try:
@@ -233,45 +236,21 @@ class EngineClient:
             if not collector.has_ended and self.is_alive:
                 self._send(Cancel([number]))
 
-    async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
+    async def render_chat(self, chat: Mapping[str, Any], turn: Turn = SHARED_TURN) -> tuple[str, Sequence[int]]:
         """Return the prompt of a conversation, as text and token ids; ``chat`` as in ``Request``."""
-        rendered = await self._render(chat)
+        rendered = await self._render(chat, turn)
         assert rendered is not None
         text = rendered.text
-        return text, (await self.tokenize(text, add_special_tokens=False))[0]
+        return text, (await self.tokenize(text, add_special_tokens=False, turn=turn))[0]
 
-    async def _render(self, chat: Mapping[str, Any], *request: Any) -> RenderedChat | None:
+    async def _render(self, chat: Mapping[str, Any], turn: Turn, *request: Any) -> RenderedChat | None:
         assert self._renderers is not None
-        return await self._renderers.render(chat, self.info, *request)
+        return await self._renderers.render(chat, self.info, *request, turn=turn)
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort requests by their full names; return those that were running or waiting."""
         rendering = [] if self._renderers is None else self._renderers.abort(request_ids)
         return [*await self._query("abort", request_ids=list(request_ids)), *rendering]
-
-    async def tokenize(
-        self, text: str, add_special_tokens: bool = True, with_strings: bool = False
-    ) -> tuple[list[int], list[str]]:
-        """Return the token ids of a text and, if ``with_strings``, the text of each token."""
-        options = {"add_special_tokens": add_special_tokens, "with_strings": with_strings}
-        return await self._query("tokenize", text=text, **options)
-
-    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids."""
-        options = {"skip_special_tokens": skip_special_tokens}
-        return await self._query("detokenize", token_ids=list(token_ids), **options)
-
-    async def tokenizer_info(self) -> dict[str, Any]:
-        """Return what the model's files say about its tokenizer, and the chat template in use."""
-        return await self._query("tokenizer_info")
-
-    async def metrics(self) -> list[Metric]:
-        """Return the engine's current metrics."""
-        return await self._query("metrics")
-
-    async def reset_prefix_cache(self) -> None:
-        """Drop all cached pages."""
-        await self._query("reset_prefix_cache")
 
     async def reshard(self, mesh: str | None, layout: str | None) -> dict[str, Any]:
         """Move the engine to another mesh or layout; return the fields of a ``ReshardReport``. Updates ``info``.
@@ -282,14 +261,6 @@ class EngineClient:
         """
         report, self._info = await self._query("reshard", mesh=mesh, layout=layout)
         return report
-
-    async def start_profile(self, directory: str) -> None:
-        """Start to record a profile."""
-        await self._query("start_profile", directory=directory)
-
-    async def stop_profile(self) -> None:
-        """Stop the recording and write the profile."""
-        await self._query("stop_profile")
 
     async def _query(self, method: str, **arguments: Any) -> Any:
         """Call a control method of the engine process.

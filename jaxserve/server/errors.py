@@ -45,6 +45,12 @@ class UnavailableError(JaxserveError):
         super().__init__(message)
 
 
+class OutOfMemoryError(JaxserveError):
+    """What is admitted takes as many bytes of memory as the server, or the API key, may use for requests."""
+
+    retry_after_s = 1.0
+
+
 OUTCOMES = ("ok", "client_error", "failed", "overloaded", "cancelled", "deadline", "engine_dead")
 """How a request can end, as counters, the log and traces name it."""
 SERVER_FAULTS = ("failed", "engine_dead")
@@ -93,6 +99,10 @@ _TABLE: tuple[tuple[type[Exception], ErrorStatus], ...] = (
         ErrorStatus(403, _Code.PERMISSION_DENIED, "PermissionDeniedError", "PERMISSION_DENIED", _BAD),
     ),
     (OverloadedError, ErrorStatus(429, _Code.RESOURCE_EXHAUSTED, "RateLimitError", "OVERLOADED", "overloaded")),
+    (
+        OutOfMemoryError,
+        ErrorStatus(503, _Code.RESOURCE_EXHAUSTED, "ServiceUnavailableError", "OUT_OF_MEMORY", "overloaded"),
+    ),
     (UnavailableError, ErrorStatus(503, _Code.UNAVAILABLE, "ServiceUnavailableError", "UNAVAILABLE", _DEAD)),
     (EngineDeadError, ErrorStatus(503, _Code.UNAVAILABLE, "ServiceUnavailableError", "ENGINE_DEAD", _DEAD)),
     (DeadlineError, ErrorStatus(504, _Code.DEADLINE_EXCEEDED, "TimeoutError", "DEADLINE_EXCEEDED", "deadline")),

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping
@@ -12,14 +13,19 @@ from jaxserve.api.errors import EngineDeadError, JaxserveError, RequestFailedErr
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request, check_length
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.text_bound import check_text
 from jaxserve.server.auth import Authenticator, Caller
+from jaxserve.server.byte_budget import MIN_BUDGET_BYTES, output_bytes
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError, UnknownModelError
-from jaxserve.server.ledger import MAX_BODY_BYTES, Ledger
+from jaxserve.server.ledger import Ledger
 from jaxserve.server.poison import PoisonList
 from jaxserve.server.request_log import RequestEntry, RequestLog
+from jaxserve.server.resources import available_memory_bytes
 from jaxserve.server.settings import ServerConfig, queued_tokens_limit
 from jaxserve.server.wire import EngineInfo
+
+logger = logging.getLogger(__name__)
 
 
 class Frontend:
@@ -45,7 +51,7 @@ class Frontend:
     def __init__(self, config: ServerConfig, engine: EngineClient, model: str):
         self.config = config
         self.engine = engine
-        self.ledger = Ledger(max(MAX_BODY_BYTES, 16 * config.max_request_bytes))
+        self.ledger = Ledger(config.max_admitted_bytes or _default_budget(config))
         self.authenticator = Authenticator(config)
         self.log = RequestLog(config, model)
         self.model_names = tuple(config.served_model_name or (model,))
@@ -69,6 +75,8 @@ class Frontend:
         """Accept requests, as many as the engine has room for and the settings let wait."""
         model, config = self.info.model, self.config
         self.has_started = True
+        limit_mib = self.ledger.memory.limit_bytes >> 20
+        logger.info("requests in flight may take %d MiB of host memory (max_admitted_bytes)", limit_mib)
         self.ledger.open(
             model.max_num_seqs + config.queued_reqs_limit(model.max_num_seqs),
             max_num_seqs=model.max_num_seqs,
@@ -101,7 +109,8 @@ class Frontend:
     def entry(self, caller: Caller, request: Request) -> RequestEntry:
         """Return the entry of a request, which gets a salt that other tenants cannot guess, and the default deadline.
 
-        Token ids that the context cannot hold are not even sent to the engine process.
+        Token ids that the context cannot hold, and texts that are certainly too long, are not even sent to the engine
+        process.
 
         Raises:
             RequestError: The prompt is too long.
@@ -109,7 +118,7 @@ class Frontend:
             RequestFailedError: The same request was running at two ends of the engine process.
         """
         self.log.usage.check_rate(caller)
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {"turn": caller.turn}
         if caller.min_priority is not None and request.priority < caller.min_priority:
             changes["priority"] = caller.min_priority
         if caller.tenant is not None:
@@ -121,7 +130,8 @@ class Frontend:
             if request.truncate_prompt_tokens is None:
                 check_length(len(request.token_ids), 1, self.info.max_model_len)
             changes["token_ids"] = request.token_ids[-self.info.max_model_len :]
-        request = dataclasses.replace(request, **changes) if changes else request
+        check_text(self.info.text_bound, request, self.info.max_model_len)
+        request = dataclasses.replace(request, **changes)
         self._poison.check(caller.name, request)
         return RequestEntry(self.log, caller.name, request)
 
@@ -165,7 +175,17 @@ class Frontend:
                     entry.add(output)
                     if any(one.finish_reason == "error" for one in output.outputs):
                         raise RequestFailedError(output.error or "the engine failed at this request")
-                    yield output
+                    memory, num_bytes = self.ledger.memory, output_bytes(output)
+                    memory.note(entry.caller, num_bytes)
+                    try:
+                        yield output
+                    finally:
+                        memory.note(entry.caller, -num_bytes)
+
+
+def _default_budget(config: ServerConfig) -> int:
+    """Return the bytes that requests may take: a quarter of the memory that is available, and some in any case."""
+    return max(MIN_BUDGET_BYTES, 16 * config.max_request_bytes, available_memory_bytes() // 4)
 
 
 def new_request_id(prefix: str) -> str:

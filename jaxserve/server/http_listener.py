@@ -18,6 +18,7 @@ from typing import Any, cast
 import uvicorn
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.server.connections import ConnectionLimits, TransferLimits
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.app import make_app
 from jaxserve.server.http_protocol import HttpProtocol
@@ -43,7 +44,14 @@ async def http_listening(frontend: Frontend, note_end: Callable[[], None] | None
     config = frontend.config
     settings = uvicorn.Config(
         make_app(frontend),
-        http=cast("Any", functools.partial(HttpProtocol, config.stall_timeout)),
+        http=cast(
+            "Any",
+            functools.partial(
+                HttpProtocol,
+                TransferLimits(config.stall_timeout, config.min_transfer_rate),
+                ConnectionLimits(config.max_connections, config.max_connections_per_address),
+            ),
+        ),
         ws="none",
         log_config=None,  # its lines are in the server's log, in its format
         log_level=config.uvicorn_log_level,

@@ -10,12 +10,14 @@ import logging
 import re
 import urllib.parse
 from collections import deque
+from http import HTTPStatus
 from typing import Any, Literal, cast
 
 import httptools
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from jaxserve.server.connections import ConnectionLimits, TransferLimits
 from jaxserve.server.http_api.responses import error_object, json_text
 from jaxserve.server.http_transport import WatchedTransport
 
@@ -26,14 +28,11 @@ MAX_HEADER_BYTES = 64 << 10
 
 _LINGER_S = 30.0
 _MAX_QUEUED = 16
+_SLICE_BYTES = {"head": 512, "body": 4096}
+"""Bytes that are parsed at once: the shortest request has 28."""
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _MAX_SHOWN = 200
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*")  # RFC 3986: a host's name or address, and a port
-_REASONS = {
-    400: "Bad Request",
-    431: "Request Header Fields Too Large",
-    501: "Not Implemented",
-    505: "HTTP Version Not Supported",
-}
 
 
 class _RefusedError(Exception):
@@ -97,14 +96,20 @@ class HttpProtocol(HttpToolsProtocol):
     the last request; so must the rest of a body whose response was sent before it had arrived. Responses must be read
     in time (see ``WatchedTransport``).
 
+    Pipelined requests are parsed only as responses leave: what arrives beyond a few is kept as bytes, and not read.
+
     Args:
-        limit_s: Seconds that a client may take; 0: no limit.
+        limits: What clients must keep up with.
+        connections: Limits the connections; None: it does not.
         settings: uvicorn's own settings.
     """
 
-    def __init__(self, limit_s: float, **settings: Any):
+    def __init__(self, limits: TransferLimits, connections: ConnectionLimits | None = None, **settings: Any):
         super().__init__(**settings)
-        self._limit_s = limit_s
+        self._limits, self._limit_s = limits, limits.stall_s
+        self._connections = connections
+        self._address: str | None = None  # under which the connection counts
+        self._unparsed = bytearray()
         self._state: Literal["idle", "headers", "body"] = "idle"
         self._deadline: asyncio.TimerHandle | None = None
         self._has_progressed = False
@@ -114,13 +119,25 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """A client has connected."""
+        peer: Any = transport.get_extra_info("peername")
+        address = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+        if self._connections is not None and not self._connections.enter(address):
+            logger.info("refusing a connection of %s: too many", address or "a Unix socket")
+            transport.write(_FULL)
+            transport.close()
+            return
+        self._address = address
         super().connection_made(transport)
-        self._watched = WatchedTransport(transport, self._limit_s, self.loop)
+        self._watched = WatchedTransport(transport, self._limits, self.loop)
         self.transport = cast("asyncio.Transport", self._watched)
         self._begin_deadline(self._limit_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
+        if self._address is None:
+            return
+        if self._connections is not None:
+            self._connections.leave(self._address)
         self._end_deadline()
         self._watched.stop()
         for exchange in self._exchanges:  # uvicorn tells the last one only
@@ -130,12 +147,33 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes that arrived."""
-        if self._refusal is not None:
+        if self._refusal is not None or self._address is None:
             return
+        if self._unparsed:
+            self._unparsed += data
+            self._go_on()
+        else:
+            self._take_in(data)
+
+    def _go_on(self) -> None:
+        """Parse bytes that have waited if there is room for more requests."""
+        is_open = self._refusal is None and not self.transport.is_closing()
+        if self._unparsed and is_open and len(self.pipeline) < _MAX_QUEUED:
+            data, self._unparsed = bytes(self._unparsed), bytearray()
+            self._take_in(data)
+        if self._unparsed:
+            self.flow.pause_reading()
+
+    def _take_in(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         self._has_progressed = False
+        view, start = memoryview(data), 0
         try:
-            self._parse(data)
+            while start < len(data) and len(self.pipeline) < _MAX_QUEUED:
+                end = start + _SLICE_BYTES["body" if self._state == "body" else "head"]
+                self._parse(view[start:end])
+                start = end
+            self._unparsed += view[start:]
         except httptools.HttpParserError as error:
             self._refuse(error)
             return
@@ -147,13 +185,13 @@ class HttpProtocol(HttpToolsProtocol):
         elif self._state == "headers" or (self._state == "idle" and not self._has_progressed):
             self._begin_deadline(self._limit_s)
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: memoryview) -> None:
         """Parse bytes. The parser stops at a request for another protocol: a new one goes on in this protocol.
 
         Raises:
             HttpParserError: Bytes that are no HTTP, or a request that is refused.
         """
-        rest = memoryview(data)
+        rest = data
         while True:
             assert self.parser is not None
             try:
@@ -248,6 +286,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._send_refusal()
         elif self._state == "body" and self.cycle.response_complete:
             self._begin_deadline(self._limit_s)
+        self._go_on()
 
     def _progress(self, state: Literal["idle", "body"]) -> None:
         self._state, self._has_progressed = state, True
@@ -285,7 +324,7 @@ class HttpProtocol(HttpToolsProtocol):
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
-        head = f"HTTP/1.1 {status} {_REASONS[status]}\r\n".encode()
+        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n".encode()
         head += b"".join(b"%s: %s\r\n" % header for header in headers)
         self._refusal = head + b"\r\n" + (b"" if is_head else body)
         if not self._exchanges:

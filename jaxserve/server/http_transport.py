@@ -9,6 +9,8 @@ import struct
 import termios
 from typing import Any
 
+from jaxserve.server.connections import TransferLimits
+
 logger = logging.getLogger(__name__)
 
 
@@ -16,17 +18,19 @@ class WatchedTransport:
     """A transport that is aborted if its client receives nothing of what is written for too long.
 
     uvicorn's ``send`` returns before the whole response has left, and closing a transport waits for its buffer; so the
-    buffer itself is watched. Slow clients are fine as long as the other side acknowledges some bytes.
+    buffer itself is watched. Slow clients are fine as long as the other side acknowledges enough bytes.
 
     Args:
         transport: The wrapped transport.
-        limit_s: Seconds without a received byte; 0: no limit.
+        limits: Seconds without a received byte, and the fewest bytes a second that the client receives in that time
+            while more wait.
         loop: The event loop.
     """
 
-    def __init__(self, transport: asyncio.Transport, limit_s: float, loop: asyncio.AbstractEventLoop):
+    def __init__(self, transport: asyncio.Transport, limits: TransferLimits, loop: asyncio.AbstractEventLoop):
         self._transport = transport
-        self._limit_s = limit_s
+        self._limit_s = limits.stall_s
+        self._least = max(limits.bytes_per_s * limits.stall_s, 1.0)
         self._loop = loop
         self._handle: asyncio.TimerHandle | None = None
         self._num_written = 0
@@ -69,14 +73,15 @@ class WatchedTransport:
         if not self._num_buffered():
             return
         num_taken, now_s = self._count_taken(), self._loop.time()
-        if num_taken > self._num_taken:
-            self._since_s = now_s
+        num_new = num_taken - self._num_taken
+        if num_new >= self._least:
+            self._since_s, self._num_taken = now_s, num_taken
         elif now_s - self._since_s >= self._limit_s:
             client = self._transport.get_extra_info("peername")
-            logger.info("the client %s received nothing for %g s: closing the connection", client, self._limit_s)
+            shown = f"only {num_new} bytes" if num_new > 0 else "nothing"
+            logger.info("the client %s received %s for %g s: closing the connection", client, shown, self._limit_s)
             self.abort()
             return
-        self._num_taken = num_taken
         self._look_later()
 
     def _count_taken(self) -> int:

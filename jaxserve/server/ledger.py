@@ -1,4 +1,4 @@
-"""The ledger of what a server has admitted: bytes of bodies, sequences, and prompt tokens that wait."""
+"""The ledger of what a server has admitted: bytes of memory, sequences, and prompt tokens that wait."""
 
 import collections
 import contextlib
@@ -8,10 +8,8 @@ from typing import NoReturn, Protocol
 
 from jaxserve.api.errors import OverloadedError, RequestError
 from jaxserve.server.auth import Caller
-from jaxserve.server.errors import UnavailableError
-
-MAX_BODY_BYTES = 256 << 20
-"""Most bytes of request bodies that are held at a time, unless 16 bodies of the longest kind have more."""
+from jaxserve.server.byte_budget import MIN_BUDGET_BYTES, ByteBudget
+from jaxserve.server.errors import OutOfMemoryError, UnavailableError
 
 
 class Entry(Protocol):
@@ -32,26 +30,27 @@ class Entry(Protocol):
 class Ledger:
     """Counts what is admitted, and rejects what exceeds a limit.
 
-    A request reserves the bytes of its body as they arrive and its sequences, n for each prompt, once it is parsed.
+    A request reserves the bytes of its body as they arrive, and its sequences, n for each prompt, with the bytes that
+    these take once it is parsed.
     Each prompt is an entry from its submission to its end: in order of arrival as many run as steps have room for, and
     the prompt tokens of the others wait. The engine process tells the tokens of a text before it runs.
 
     Attributes:
         num_in_flight: Sequences of the requests in flight.
         num_refused: Requests rejected because of the others in flight or of a rate.
+        memory: Counts the bytes.
 
     Args:
-        max_body_bytes: Most bytes of bodies at a time.
+        max_bytes: Most bytes of memory for what is admitted.
         clock: Returns seconds of a monotonic clock.
     """
 
-    def __init__(self, max_body_bytes: int = MAX_BODY_BYTES, clock: Callable[[], float] = time.monotonic):
-        self._max_body_bytes = max_body_bytes
+    def __init__(self, max_bytes: int = MIN_BUDGET_BYTES, clock: Callable[[], float] = time.monotonic):
+        self.memory = ByteBudget(max_bytes)
         self._clock = clock
         self._limit: int | None = None
         self._max_num_seqs: int | None = None
         self._max_num_queued_tokens: int | None = None
-        self._num_body_bytes = 0
         self._by_caller: collections.Counter[str] = collections.Counter()
         self._recent: dict[str, collections.deque[float]] = {}
         self._closed_because: str | None = "the server is starting"
@@ -94,22 +93,22 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------ a request
 
-    def add_bytes(self, num_bytes: int) -> None:
-        """Reserve bytes of a body that arrives; ``remove_bytes`` releases them.
+    def add_bytes(self, caller: Caller, num_bytes: int) -> None:
+        """Reserve bytes of a body that arrives, or of what is made of it; ``remove_bytes`` releases them.
 
         Raises:
-            OverloadedError: The bodies of the requests in flight have too many bytes.
+            OutOfMemoryError: The requests in flight, or those of the caller, take too many bytes.
+            RequestError: They are more than the caller may ever have.
         """
-        if self._num_body_bytes + num_bytes > self._max_body_bytes:
-            self._refuse(
-                f"queue full: the requests in flight have {self._num_body_bytes} bytes, limit {self._max_body_bytes}; "
-                "retry later"
-            )
-        self._num_body_bytes += num_bytes
+        try:
+            self.memory.take(caller, num_bytes)
+        except OutOfMemoryError:
+            self.num_refused += 1
+            raise
 
-    def remove_bytes(self, num_bytes: int) -> None:
-        """Release bytes of a body."""
-        self._num_body_bytes -= num_bytes
+    def remove_bytes(self, caller: Caller, num_bytes: int) -> None:
+        """Release bytes."""
+        self.memory.give_back(caller, num_bytes)
 
     def check_room(self, caller: Caller) -> None:
         """Reject a request before it is parsed if not even one more sequence has room.
@@ -120,13 +119,14 @@ class Ledger:
         self._check_overload(caller, 1)
 
     @contextlib.contextmanager
-    def admit(self, caller: Caller, num_seqs: int = 1) -> Iterator[None]:
-        """Count a request's sequences while the block runs.
+    def admit(self, caller: Caller, num_seqs: int = 1, num_bytes: int = 0) -> Iterator[None]:
+        """Count a request's sequences, and the bytes that they take, while the block runs.
 
         Raises:
             UnavailableError: The server is starting or draining.
             RequestError: The request alone exceeds a limit.
             OverloadedError: The server, or this caller, has too many requests in flight.
+            OutOfMemoryError: These take too many bytes.
         """
         self.check_open()
         for limit in (self._limit, caller.max_concurrent_requests):
@@ -137,11 +137,13 @@ class Ledger:
         self._check_overload(caller, num_seqs)
         if caller.requests_per_minute is not None:
             self._check_rate(caller.name, caller.requests_per_minute)
+        self.add_bytes(caller, num_bytes)
         self.num_in_flight += num_seqs
         self._by_caller[caller.name] += num_seqs
         try:
             yield
         finally:
+            self.remove_bytes(caller, num_bytes)
             self.num_in_flight -= num_seqs
             self._by_caller[caller.name] -= num_seqs
 

@@ -10,6 +10,7 @@ from typing import Any
 from jaxserve.api.errors import EngineDeadError, JaxserveError
 from jaxserve.group.settings import GroupPlace
 from jaxserve.server.audit import audit_file
+from jaxserve.server.connections import AcceptFailures, raise_open_files_limit
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
@@ -41,6 +42,8 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig, group: G
         ConfigError: The settings, the model or a port cannot be used.
     """
     map_large_buffers_apart()
+    raise_open_files_limit()
+    asyncio.get_running_loop().set_exception_handler(AcceptFailures())
     _warn_of_exposure(config)
     engine = EngineClient(engine_arguments, config, group)
     frontend = Frontend(config, engine, str(engine_arguments.get("model", "demo")))

@@ -38,6 +38,8 @@ HELP_LINES = MappingProxyType(
         "requests_in_flight": "Number of admitted requests that have not finished.",
         "requests_refused": "Number of requests rejected by a queue limit; no other metric counts them.",
         "texts_in_flight": "Number of completions of requests in flight.",
+        "admitted_bytes": "Estimated bytes of host memory that the requests in flight take.",
+        "max_admitted_bytes": "Maximum number of these bytes.",
         "cancelled": "Number of requests whose client disconnected, or that an operator aborted.",
         "deadline": "Number of requests that exceeded their deadline.",
         "delivered_prompt_tokens": "Number of prompt tokens of requests with a response, as the front end counts them.",
@@ -109,6 +111,8 @@ def _server_metrics(frontend: Frontend, *, is_engine_up: bool) -> Iterable[Metri
         "accepting_requests": int(ledger.is_open),
         "requests_in_flight": counts.in_flight,
         "texts_in_flight": ledger.num_in_flight,
+        "admitted_bytes": ledger.memory.num_bytes,
+        "max_admitted_bytes": ledger.memory.limit_bytes,
         "uptime_seconds": time.time() - frontend.created_s,
     }
     if info is not None:

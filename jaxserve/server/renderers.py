@@ -1,13 +1,13 @@
 """Render conversations to prompts in child processes, because a chat template is a program that may never end."""
 
 import asyncio
-import concurrent.futures
 import json
 import logging
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.api.errors import RequestError, RequestFailedError, unforeseen
+from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn
 from jaxserve.child_process import ProcessPool
 from jaxserve.server.output_collector import late
 from jaxserve.server.wire import EngineInfo
@@ -29,6 +29,8 @@ class RenderedChat(NamedTuple):
 class Renderers:
     """Renders conversations in child processes, each on a thread that waits for it. Belongs to one event loop.
 
+    API keys take turns, and one has at most all processes but one.
+
     Args:
         limit_s: Seconds that rendering a conversation may take.
         content_format: The form in which templates see contents, as in ``jaxserve.text.chat.render_chat``.
@@ -37,14 +39,19 @@ class Renderers:
     def __init__(self, limit_s: float, content_format: str = "auto"):
         self._limit_s = limit_s
         self._content_format = content_format
-        self._threads = concurrent.futures.ThreadPoolExecutor(_MAX_PROCESSES, "jaxserve-render")
+        self._threads = FairThreads(_MAX_PROCESSES, "jaxserve-render")
         setup = {"memory_bytes": _MEMORY_BYTES, "cpu_s": int(limit_s) + 1}
         self._processes = ProcessPool(["-m", _MODULE], setup, starts_ahead=True)
         self._names: dict[asyncio.Future[RenderedChat], str] = {}
         self._end: Exception | None = None
 
     async def render(
-        self, chat: Mapping[str, Any], info: EngineInfo, name: str = "", timeout_s: float | None = None
+        self,
+        chat: Mapping[str, Any],
+        info: EngineInfo,
+        name: str = "",
+        timeout_s: float | None = None,
+        turn: Turn = SHARED_TURN,
     ) -> RenderedChat | None:
         """Return the prompt of a conversation; None if ``abort`` names it meanwhile.
 
@@ -53,12 +60,13 @@ class Renderers:
             info: Has the model's templates and special tokens.
             name: The request's name.
             timeout_s: Seconds until the request's deadline; None for none.
+            turn: Whose turn it takes.
 
         Raises:
             RequestError: There is no template, or it refuses the conversation, is late or takes too much memory.
             DeadlineError: The deadline has passed.
         """
-        rendering = asyncio.get_running_loop().run_in_executor(self._threads, self._render, chat, info)
+        rendering = asyncio.wrap_future(self._threads.submit(self._render, chat, info, turn=turn))
         self._names[rendering] = name
         try:
             await asyncio.wait([rendering], timeout=timeout_s)

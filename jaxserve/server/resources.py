@@ -1,5 +1,6 @@
 """This process's use of the machine, named as in Prometheus' own clients, and a fix that keeps its memory flat."""
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -32,6 +33,19 @@ def process_metrics() -> list[Metric]:
         Gauge("process_max_fds", {}, resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         Gauge("process_start_time_seconds", {}, time.time() - age_s),
     ]
+
+
+def available_memory_bytes() -> int:
+    """Return the memory that this machine has left, or this process's control group; 0 if that is unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    found = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
+    with contextlib.suppress(OSError, ValueError):  # no group, or one without a limit, which reads "max"
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        found = min(found, max(limit - used, 0))
+    return found
 
 
 def map_large_buffers_apart() -> None:

@@ -25,8 +25,8 @@ DEFAULT_PORTS = (8001, 8002)
 _KINDS = (bool, int, str, float, list, dict)
 _SECONDS: Mapping[str, float] = MappingProxyType(
     {
-        **dict.fromkeys(("request_timeout", "stall_timeout", "shutdown_timeout", "watchdog_timeout"), 0),
-        **dict.fromkeys(("startup_timeout", "drain_delay"), 0),
+        **dict.fromkeys(("request_timeout", "stall_timeout", "body_timeout", "shutdown_timeout"), 0),
+        **dict.fromkeys(("watchdog_timeout", "startup_timeout", "drain_delay"), 0),
         **dict.fromkeys(("grpc_max_connection_age", "grpc_max_connection_idle"), 0),
         **dict.fromkeys(("chat_template_timeout", "grpc_keepalive_time", "grpc_keepalive_timeout"), 1e-3),
     }
@@ -35,13 +35,16 @@ _SECONDS: Mapping[str, float] = MappingProxyType(
 _COUNTS: Mapping[str, int] = MappingProxyType(
     {
         **dict.fromkeys(("max_prompts", "max_concurrent_streams", "max_num_queued_reqs", "max_num_queued_tokens"), 1),
-        **dict.fromkeys(("keepalive_timeout", "max_log_len"), 0),
+        **dict.fromkeys(("keepalive_timeout", "max_log_len", "min_transfer_rate"), 0),
+        **dict.fromkeys(("max_connections", "max_connections_per_address"), 1),
         "max_request_bytes": 1024,
+        "max_admitted_bytes": 1 << 20,
     }
 )
 """Least value of each setting that is a number."""
 _MAX_S = 1_000_000
 _MAX_PORT = 65535
+_MAX_BYTES = 2**62
 _MAX_COUNT = 2**31 - 1  # gRPC and sockets have 32 bits for numbers, and for milliseconds
 
 
@@ -109,13 +112,27 @@ class ServerConfig:
         allowed_methods: HTTP methods that those pages may use, as a JSON list.
         allowed_headers: Headers that those pages may send, as a JSON list.
         allow_credentials: Let those pages send cookies.
+        allowed_hosts: Host names and addresses that HTTP requests may be for, such as ``api.example.com`` or
+            ``*.example.com``; ``*`` allows any, and the flag may be repeated. Others get 403. None: any, but loopback
+            names alone if the server listens on a loopback address without API keys, so that web pages cannot reach it
+            by a name of their own (DNS rebinding).
+        max_connections: Maximum number of connections of the HTTP listener, and of each gRPC listener.
+        max_connections_per_address: Maximum number of HTTP connections of one client address; a proxy's is one.
         max_num_queued_reqs: Maximum number of waiting sequences; None: 4 times ``max_num_seqs``.
         max_num_queued_tokens: Maximum number of prompt tokens of waiting sequences; None: 64 times ``max_model_len``.
+        max_admitted_bytes: Maximum number of bytes of host memory that all requests in flight take: bodies, texts,
+            tokens, options, logprobs and outputs that wait, as estimated when they are admitted. Others are rejected
+            (503, RESOURCE_EXHAUSTED). None: a quarter of the memory that is available at start, at least 256 MiB and
+            16 times ``max_request_bytes``. A key's share of it is half if there are several
+            (``max_memory_share`` in the auth file).
         max_request_bytes: Maximum size in bytes of an HTTP request body or a gRPC request message.
         max_prompts: Maximum number of prompts of one HTTP request.
         request_timeout: Time limit in seconds of requests without a deadline; 0: no limit.
         stall_timeout: Seconds after which a client is disconnected that neither sends the rest of its request nor reads
             the response; 0: never.
+        body_timeout: Seconds in which the whole body of an HTTP request must have arrived; 0: no limit.
+        min_transfer_rate: Fewest bytes a second, on average after ``stall_timeout``, at which a client must send the
+            body of an HTTP request and read a response that waits; 0: no limit.
         keepalive_timeout: Seconds after which an idle HTTP connection is closed.
         grpc_keepalive_time: Seconds between pings on an idle gRPC connection.
         grpc_keepalive_timeout: Seconds to wait for the response to such a ping.
@@ -179,12 +196,18 @@ class ServerConfig:
     allowed_methods: list[str] | None = None
     allowed_headers: list[str] | None = None
     allow_credentials: bool = False
+    allowed_hosts: list[str] | None = None
+    max_connections: int = 8192
+    max_connections_per_address: int = 1024
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    max_admitted_bytes: int | None = None
     max_request_bytes: int = 4 << 20
     max_prompts: int = 1024
     request_timeout: float = 0.0
     stall_timeout: float = 30.0
+    body_timeout: float = 300.0
+    min_transfer_rate: int = 1024
     keepalive_timeout: int = 5
     grpc_keepalive_time: float = 30.0
     grpc_keepalive_timeout: float = 10.0
@@ -328,8 +351,9 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}: expected seconds from {least:g} to {_MAX_S}, got {values[name]}")
     for name, least in _COUNTS.items():
         value = values[name]
-        if value is not None and not least <= value <= _MAX_COUNT:
-            raise ConfigError(f"{name}: expected a number from {least} to {_MAX_COUNT}, got {value}")
+        most = _MAX_BYTES if name == "max_admitted_bytes" else _MAX_COUNT
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{name}: expected a number from {least} to {most}, got {value}")
     if values["ssl_cert_reqs"] not in (0, 1, 2):
         raise ConfigError(f"ssl_cert_reqs: expected 0, 1 or 2, got {values['ssl_cert_reqs']}")
 

@@ -22,15 +22,17 @@ from jaxserve.api.errors import (
 )
 from jaxserve.api.metric_types import Counter, Gauge, Histogram
 from jaxserve.api.outputs import CompletionOutput, PrefixMetrics, RequestMetrics, RequestOutput
+from jaxserve.api.packed_logprobs import PackedLogprobs
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
+from jaxserve.api.text_bound import TextBound
+from jaxserve.api.turns import Turn
 from jaxserve.frames import Codec, Form, dataclass_form, enum_form
 from jaxserve.group.settings import GroupPlace
 from jaxserve.parsers import ParserNames
-from jaxserve.server.packed_logprobs import PackedLogprobs
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 
 MAX_TO_ENGINE_BYTES = 64 << 20
@@ -107,6 +109,8 @@ class EngineInfo:
     """The model's special tokens by name; templates see them."""
     parsers: ParserNames = ParserNames()
     """The parsers of reasoning and tool calls."""
+    text_bound: TextBound | None = None
+    """How much of a text one token can stand for; None if there is no limit."""
     has_states: bool = False
     """Whether the model has recurrent layers, whose states are kept before what begins the answer."""
 
@@ -175,7 +179,7 @@ _CLASSES: tuple[type, ...] = (
         PackedLogprobs,
         model_pb2.Model,
     ),
-    *(GroupPlace, ParserNames, Counter, Gauge, Histogram, tuple),
+    *(GroupPlace, ParserNames, TextBound, Turn, Counter, Gauge, Histogram, tuple),
     *_ERRORS,
 )
 _LOGPROBS = {CompletionOutput: "logprobs", RequestOutput: "prompt_logprobs"}
@@ -194,7 +198,9 @@ def _form(cls: type[Any]) -> Form:
 
 
 def _packed(value: Any, is_logprobs: bool) -> Any:
-    return PackedLogprobs.of(value) if is_logprobs and value is not None else value
+    if not is_logprobs or value is None or isinstance(value, PackedLogprobs):
+        return value
+    return PackedLogprobs.of(value)
 
 
 def _request_error(cls: type[RequestError], message: str, parameter: str | None) -> RequestError:

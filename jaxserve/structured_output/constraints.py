@@ -1,9 +1,10 @@
 """Constraints on the next token in plain Python; see `Constraint`."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from jaxserve.text.tokenizer import Tokenizer
 
 MAX_BAD_WORDS = 128
 """Most token sequences that `bad_words` may expand to; vLLM's default."""
+
+
+OwnConstraint = TypeVar("OwnConstraint", bound=Constraint)
 
 
 @cache
@@ -219,6 +223,13 @@ class AllOf:
         """See ``Constraint``."""
         for constraint, own in zip(self._constraints, state, strict=True):
             constraint.restore(own)
+
+
+def separate(constraint: OwnConstraint) -> OwnConstraint:
+    """Return a constraint in the same state that moves on by itself; words, markers and what they need are shared."""
+    made = copy.copy(constraint)
+    made.restore(constraint.save())
+    return made
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[tuple[int, ...]]:

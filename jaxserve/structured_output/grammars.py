@@ -14,6 +14,7 @@ from llguidance import LLTokenizer
 
 from jaxserve.api.errors import SHUT_DOWN, EngineDeadError, RequestError
 from jaxserve.api.structured_params import StructuredOutputsParams
+from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn
 from jaxserve.child_process import ProcessPool
 from jaxserve.structured_output import grammar_check
 from jaxserve.structured_output.grammar_check import SPECIAL_MARK, Vocabulary, make_matcher
@@ -68,18 +69,22 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._end_ids = frozenset(token for token in eos_token_ids if token < vocab_size)
         self._limits = limits or GrammarLimits()
-        self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, "grammar")
+        self._threads = FairThreads(num_threads, "grammar")
         self._cached: OrderedDict[tuple[str, ...], concurrent.futures.Future[Grammar]] = OrderedDict()
-        self._num_waiting = 0
+        self._waiting: dict[concurrent.futures.Future[Grammar], str] = {}  # each with the key that it is compiled for
         self._is_closed = False
         self._lock = threading.Lock()  # guards all of the above
         self._prepared: _Prepared | None = None
         self._prepare_lock = threading.Lock()
 
-    def submit(self, params: StructuredOutputsParams) -> concurrent.futures.Future[Grammar]:
+    def submit(self, params: StructuredOutputsParams, turn: Turn = SHARED_TURN) -> concurrent.futures.Future[Grammar]:
         """Compile a grammar, or return the cached one. The future is shared and cannot be cancelled.
 
         The future fails with a `RequestError` that names ``structured_outputs`` if the parameters are invalid.
+
+        Args:
+            params: The grammar.
+            turn: Whose turn it takes: one that waits among those of another API key is compiled again.
         """
         future: concurrent.futures.Future[Grammar] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
@@ -87,13 +92,15 @@ class GrammarCompiler:
             key = content_key(params, self._limits)
             with self._lock:
                 cached = self._cached.pop(key, None)
-                if cached is not None and not _is_exhausted(cached):
+                is_own = cached is not None and self._waiting.get(cached, turn.key) == turn.key
+                if cached is not None and is_own and not _is_exhausted(cached):
                     self._cached[key] = cached
                     return cached
-                if self._num_waiting >= self._limits.max_waiting:
-                    raise grammar_error(f"is rejected: {self._num_waiting} grammars are waiting to be compiled", params)
-                self._threads.submit(self._run, key, params, future)
-                self._num_waiting += 1
+                num_waiting = sum(other == turn.key for other in self._waiting.values())
+                if num_waiting >= self._limits.max_waiting:
+                    raise grammar_error(f"is rejected: {num_waiting} grammars are waiting to be compiled", params)
+                self._threads.submit(self._run, key, params, future, turn=turn)
+                self._waiting[future] = turn.key
                 self._cached[key] = future
                 self._evict()
         except RequestError as error:
@@ -127,13 +134,13 @@ class GrammarCompiler:
             grammar = self._compile(params)
         except BaseException as error:
             with self._lock:
-                self._num_waiting -= 1
+                del self._waiting[future]
                 if self._cached.get(key) is future:
                     del self._cached[key]
             future.set_exception(error)
         else:
             with self._lock:
-                self._num_waiting -= 1
+                del self._waiting[future]
             future.set_result(grammar)
 
     def _compile(self, params: StructuredOutputsParams) -> Grammar:

@@ -8,6 +8,7 @@ from typing import Any
 import tokenizers
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.text.text_bounds import fast_bound
 from jaxserve.text.token_pieces import Joining, TokenPieces
 
 _LONG_TEXT = 2048  # characters; takes about a millisecond
@@ -15,6 +16,9 @@ _LONG_TEXT = 2048  # characters; takes about a millisecond
 
 class FastBackend:
     """Encodes and decodes with a `tokenizers.Tokenizer`, after disabling its truncation and padding.
+
+    Attributes:
+      text_bound: How much of a text one token can stand for; None if there is no limit.
 
     Raises:
       ConfigError: Incremental detokenization does not support the tokenizer's decoder.
@@ -27,6 +31,7 @@ class FastBackend:
         self._special_ids = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
+        self.text_bound = fast_bound(tokenizer)
         self._to_bytes, self._joining, self._strips_leading_space = _read_decoder(tokenizer)
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, cast
 import sentencepiece
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.text.text_bounds import sentencepiece_bound
 from jaxserve.text.token_pieces import Joining, TokenPieces, join
 from jaxserve.text.tokenizer_files import AddedToken, TokenizerSettings
 
@@ -30,6 +31,9 @@ class SentencePieceBackend:
       settings: Added tokens, and whether to add BOS and EOS.
       where: The model's file, for messages.
 
+    Attributes:
+      text_bound: How much of a text one token can stand for; None if there is no limit.
+
     Raises:
       ConfigError: It is not a sentencepiece model.
     """
@@ -42,6 +46,7 @@ class SentencePieceBackend:
         self._tokens = _special_tokens(self._processor, settings)
         self._ids = {token.content: token_id for token_id, token in self._tokens.items()}
         self._pattern = _pattern(self._tokens.values())
+        self.text_bound = sentencepiece_bound(self._processor, self._tokens.values())
         self._special_ids = frozenset(token_id for token_id, token in self._tokens.items() if token.is_special)
         self._pieces = self.make_pieces(False), self.make_pieces(True)
         self._before = [self.bos_id] if settings.adds_bos and self.bos_id is not None else []

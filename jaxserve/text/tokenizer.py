@@ -12,6 +12,7 @@ import tokenizers
 
 from jaxserve.api.chat_messages import check_messages
 from jaxserve.api.errors import ConfigError, RequestError, RequestFailedError, own_failure
+from jaxserve.api.text_bound import TextBound
 from jaxserve.text.chat import choose_template, render_chat
 from jaxserve.text.chat_templates import quiet_transformers
 from jaxserve.text.fast_backend import FastBackend
@@ -104,6 +105,11 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         """Id of the end-of-sequence token, or None; generation_config.json may have more."""
         return self._named_id("eos_token")
+
+    @property
+    def text_bound(self) -> TextBound | None:
+        """How much of a text one token can stand for; None if there is no limit."""
+        return self._backend.text_bound
 
     @property
     def all_special_ids(self) -> frozenset[int]:

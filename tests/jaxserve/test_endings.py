@@ -65,6 +65,28 @@ def test_a_constraint_takes_every_token_but_a_stop_token():
     assert push(make_sequence(constraint=Script(last=6), max_length=4), 6) == Ending("stop", None)
 
 
+def repeats(prompt: list[int], output: list[int], params: RepetitionDetectionParams) -> bool:
+    """Whether an output ends in a repetition, which is asked after each token or after all."""
+    sequence, at_once = (a_sequence("r", [*prompt], len(prompt), 1000, repetition=params) for _ in range(2))
+    found = False
+    for token in output:
+        sequence.token_ids.append(token)
+        found = ends_in_repetition(sequence)
+    at_once.token_ids += output
+    assert ends_in_repetition(at_once) is found
+    return found
+
+
+def test_long_repetitions_in_a_long_output():
+    """Longer than what is kept of the output."""
+    rng = random.Random(1)
+    pattern = rng.choices(range(50), k=300)
+    params = RepetitionDetectionParams(max_pattern_size=300, min_pattern_size=300, min_count=3)
+    output = rng.choices(range(50), k=2000) + pattern * 3
+    assert [repeats([1], one, params) for one in (output[:-1], output, [*output, 50])] == [False, True, False]
+    assert not repeats([1], pattern[:-1] * 8, params)
+
+
 @pytest.mark.parametrize(
     ("output", "shortest", "longest", "count", "expected"),
     [
@@ -80,7 +102,7 @@ def test_a_constraint_takes_every_token_but_a_stop_token():
 )
 def test_repetitions(output: list[int], shortest: int, longest: int, count: int, expected: bool):
     params = RepetitionDetectionParams(max_pattern_size=longest, min_pattern_size=shortest, min_count=count)
-    assert ends_in_repetition([3, *output], 1, params) is expected
+    assert repeats([3], output, params) is expected
 
 
 def test_repetitions_against_a_search_of_all():
@@ -96,7 +118,7 @@ def test_repetitions_against_a_search_of_all():
             len(output) >= size * count and output[-size * count :] == output[-size:] * count
             for size in range(shortest, max(longest, shortest) + 1)
         )
-        assert ends_in_repetition(prompt + output, len(prompt), params) is expected
+        assert repeats(prompt, output, params) is expected
         num_found += expected
     assert num_found > 200
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jaxserve import CompletionOutput, FlatLogprobs, RequestOutput, RequestOutputKind, SamplingParams
 from jaxserve.api.errors import RequestFailedError
 from jaxserve.api.outputs import RequestMetrics
+from jaxserve.api.packed_logprobs import PackedLogprobs
 from jaxserve.api.request import Request
 from jaxserve.engine.request_state import RequestState, Sample, logprob_entry, sample_entry
 from jaxserve.sampling.logprobs import TokenLogprobs
@@ -44,7 +45,7 @@ def make_request(
         empty: Any = FlatLogprobs() if params.flat_logprobs else []
         sequence.stop_strings = detokenizer if params.stop_strings else None
         samples.append(Sample(sequence, detokenizer, empty if wants else None))
-    prompt_logprobs: Any = None if params.prompt_logprobs is None else [None] * len(PROMPT)
+    prompt_logprobs = None if params.prompt_logprobs is None else PackedLogprobs.empty()
     tokenizer = tokenizer if params.detokenize else None
     return RequestState(asked, list(PROMPT), samples, 1.0, 2.0, tokenizer, prompt_logprobs)
 

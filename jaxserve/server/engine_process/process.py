@@ -213,7 +213,7 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox, leaders: list[Leader]) ->
         if tokenizer is None:
             return info
         named = {"chat_templates": tokenizer.chat_templates, "special_tokens": tokenizer.special_tokens}
-        return dataclasses.replace(info, **named)
+        return dataclasses.replace(info, **named, text_bound=tokenizer.text_bound)
 
     def reshard(mesh: str | None, layout: str | None) -> Resharded:
         report = resharder.reshard(mesh, layout, loop.run, loop.deliver)

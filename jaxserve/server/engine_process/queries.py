@@ -4,12 +4,14 @@ import concurrent.futures
 import logging
 import os
 import tempfile
+from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from jaxserve.api.errors import RequestError, RequestFailedError
+from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.metrics import PREFIX
 from jaxserve.engine.startup import StartedEngine
@@ -19,6 +21,7 @@ from sharding import LAYOUTS
 logger = logging.getLogger(__name__)
 
 _MAX_MOVES = 4  # all but one are refused
+_TEXT_OF_ONE = 4096  # characters, which take as long as all else
 Future = concurrent.futures.Future[Any]
 
 
@@ -68,25 +71,26 @@ class Queries:
             failed.set_exception(error)
             return failed
 
-    def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool) -> Future:
+    def _tokenize(self, text: str, add_special_tokens: bool, with_strings: bool, turn: Turn = SHARED_TURN) -> Future:
         tokenizer = self._started.tokenizer
 
-        def tokenize() -> tuple[list[int], list[str]]:
+        def tokenize() -> tuple[bytes, list[str]]:
             token_ids = tokenizer.encode(text, add_special_tokens)
             if with_strings:
                 check_converted("return_token_strs", len(token_ids))
-            return token_ids, [tokenizer.id_to_token(token) or "" for token in token_ids] if with_strings else []
+            strings = [tokenizer.id_to_token(token) or "" for token in token_ids] if with_strings else []
+            return array("i", token_ids).tobytes(), strings
 
-        return self._loop.call_aside(tokenize)
+        return self._loop.call_aside(tokenize, turn, text_cost(text))
 
-    def _detokenize(self, token_ids: list[int], skip_special_tokens: bool) -> Future:
+    def _detokenize(self, token_ids: list[int], skip_special_tokens: bool, turn: Turn = SHARED_TURN) -> Future:
         tokenizer = self._started.tokenizer
         vocab_size = self._started.plan.config.vocab_size
         outside = next((token for token in token_ids if not 0 <= token < vocab_size), None)
         if outside is not None:
             message = f"token id {outside} is out of vocabulary; expected ids from 0 to {vocab_size - 1}"
             raise RequestError(message, parameter="tokens", value=outside)
-        return self._loop.call_aside(lambda: tokenizer.decode(token_ids, skip_special_tokens))
+        return self._loop.call_aside(lambda: tokenizer.decode(token_ids, skip_special_tokens), turn)
 
     def _tokenizer_info(self) -> Future:
         tokenizer = self._started.tokenizer
@@ -139,6 +143,11 @@ class Queries:
             self._recording = None
 
         return self._loop.call_aside(stop)
+
+
+def text_cost(text: str | None) -> float:
+    """Return what it costs to tokenize a text beside a short one."""
+    return 1.0 + len(text or "") / _TEXT_OF_ONE
 
 
 class ProfileRecording:

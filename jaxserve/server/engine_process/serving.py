@@ -12,7 +12,7 @@ from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import StartedEngine
 from jaxserve.engine.stream import Stream
 from jaxserve.server.engine_process.outbox import Outbox, SocketSink, own_error
-from jaxserve.server.engine_process.queries import Future, Queries
+from jaxserve.server.engine_process.queries import Future, Queries, text_cost
 from jaxserve.server.wire import (
     Cancel,
     EngineInfo,
@@ -88,12 +88,13 @@ class Serving:
 
         def prepare() -> RequestState:
             prepared = self._started.engine.prepare(request, message.arrival_s)
+            prepared.sends_arrays = True
             if message.is_waiting:
                 self._outbox.send(Outputs([(message.number, _prompt_of(prepared))]))
             return prepared
 
         try:
-            self._loop.submit(stream, prepare)
+            self._loop.submit(stream, prepare, request.turn, text_cost(request.text))
         except EngineDeadError as error:
             self._loop.refuse(stream, error)
 

@@ -11,10 +11,11 @@ from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.parsers import MessageDelta
+from jaxserve.server.byte_budget import request_bytes
 from jaxserve.server.chat import CompletionParser, chat_request, check_variables
 from jaxserve.server.frontend import Frontend, sampling_params
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
-from jaxserve.server.packed_logprobs import write_output
+from jaxserve.server.long_outputs import write_output
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
 from jaxserve.server.proto_codec import completion_to_proto, given_fields, prompt_to_proto, read_json
 from jaxserve.server.request_log import RequestEntry
@@ -68,8 +69,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     @contextlib.asynccontextmanager
     async def _outputs(self, entry: RequestEntry, context: Context) -> AsyncIterator[AsyncIterator[RequestOutput]]:
         """Admit a request and give its outputs; the request has ended when the block has."""
-        call = CURRENT_CALL.get()
-        with self._frontend.ledger.admit(call.caller, entry.request.params.n):
+        call, request = CURRENT_CALL.get(), entry.request
+        num_bytes = request_bytes(request, self._frontend.info.model)
+        with self._frontend.ledger.admit(call.caller, request.params.n, num_bytes):
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
             async with contextlib.aclosing(self._frontend.generate(entry)) as outputs:
                 yield outputs

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 
-from jaxserve.api.errors import DeadlineError, JaxserveError, RequestError
+from jaxserve.api.errors import DeadlineError, JaxserveError, OverloadedError, RequestError
 from jaxserve.log_output import begin_log_fields, note_log_fields
 from jaxserve.server.audit import audit
 from jaxserve.server.auth import Authenticator, Caller
@@ -79,12 +79,47 @@ ACCESS = MappingProxyType(
 )
 """Method to the scope that a key needs; all other methods are denied."""
 
+MAX_REFLECTIONS = 32
+"""Streams of server reflection at a time."""
 _NOBODY = Caller("nobody", frozenset())
 _ADMINISTRATION = "/jaxserve.v1.AdminService/"
 _READING = ("/jaxserve.v1.AdminService/GetLoad",)
 """Methods of administration that change nothing."""
 _LATE_S = 1.0  # after a call's deadline: gRPC ends the call in that time
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Reflections:
+    """Limits the streams of server reflection, which anybody may open and leave open.
+
+    Args:
+        limit_s: Seconds that a stream may take; 0: no limit.
+    """
+
+    def __init__(self, limit_s: float):
+        self._limit_s = limit_s
+        self._num_open = 0
+
+    def guarded(self, handler: Any) -> Any:
+        """Return a handler that refuses streams beyond ``MAX_REFLECTIONS``, and ends those that take too long."""
+
+        async def respond(requests: Any, context: Context) -> None:
+            if self._num_open >= MAX_REFLECTIONS:
+                message = f"too many reflection streams: {MAX_REFLECTIONS} are open already"
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+            self._num_open += 1
+            try:
+                async with asyncio.timeout(self._limit_s or None):
+                    async for response in handler.stream_stream(requests, context):
+                        await context.write(response)
+            except TimeoutError:
+                await context.abort(
+                    grpc.StatusCode.DEADLINE_EXCEEDED, f"the stream took longer than {self._limit_s:g} s"
+                )
+            finally:
+                self._num_open -= 1
+
+        return grpc.stream_stream_rpc_method_handler(respond, handler.request_deserializer, handler.response_serializer)
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -94,12 +129,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         authenticator: Knows the keys.
         ledger: Limits the bytes of messages.
         stall_timeout_s: Seconds that a call's message may take to arrive; 0: no limit.
+        max_calls: Most calls at a time of this server's own methods.
     """
 
-    def __init__(self, authenticator: Authenticator, ledger: Ledger, stall_timeout_s: float):
+    def __init__(self, authenticator: Authenticator, ledger: Ledger, stall_timeout_s: float, max_calls: int = 1 << 20):
         self._authenticator = authenticator
         self._ledger = ledger
         self._stall_timeout_s = stall_timeout_s
+        self._reflections = Reflections(stall_timeout_s)
+        self._max_calls = max_calls
         self._is_refusing = False
         self._num_running = 0
         self._is_idle = asyncio.Event()
@@ -140,7 +178,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
             return grpc.stream_stream_rpc_method_handler(refuse)
         if not method.startswith("/jaxserve."):
-            return handler
+            return self._reflections.guarded(handler) if method.startswith("/grpc.reflection.") else handler
         remember_trace(metadata)
 
         def parse(data: bytes) -> Any:
@@ -202,9 +240,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             note_end: Any = self._note_end
             context.add_done_callback(note_end)
             try:
+                if self._num_running > self._max_calls:
+                    raise OverloadedError(f"{self._max_calls} calls are in flight, the most that this server takes")
                 request = await self._read(context)
                 size = request.ByteSize()
-                self._ledger.add_bytes(size)
+                self._ledger.add_bytes(call.caller, size)
                 num_bytes = size
                 return await behaviour(request, context)
             except grpc.aio.BaseError:  # the call has ended
@@ -216,7 +256,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 descriptor = getattr(request, "DESCRIPTOR", None)
                 status = rich_status(status_of(error), call.request_id, call.caller.name, descriptor)
             finally:
-                self._ledger.remove_bytes(num_bytes)
+                self._ledger.remove_bytes(call.caller, num_bytes)
             # gRPC may keep how a call was aborted, and with it the error being handled and all that its frames hold.
             del request
             if context.time_remaining() == 0:

@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from jaxserve.api.errors import ConfigError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.generation import GenerationServicer
-from jaxserve.server.grpc_api.interceptor import CallInterceptor, Context
+from jaxserve.server.grpc_api.interceptor import MAX_REFLECTIONS, CallInterceptor, Context
 from jaxserve.server.grpc_api.services import AdminServicer, ModelServicer, TokenizationServicer
 from jaxserve.server.proto.jaxserve.v1 import (
     admin_pb2_grpc,
@@ -35,6 +35,7 @@ MAX_METADATA_BYTES = 16 << 10
 """Most bytes of a call's metadata."""
 _MIN_PING_INTERVAL_MS = 10_000  # routers ping more often than gRPC servers accept by default
 _FLUSH_S = 0.1  # to send the last bytes of calls that have ended
+_MAX_CHECKS = 64  # health checks, which take no time
 _CONNECTIONS_AT_FULL = 16  # the total limit of calls is that of this many connections
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -60,11 +61,12 @@ class GrpcServer:
         self._on_drain = on_drain
         self._servers: list[grpc.aio.Server] = []
         config = frontend.config
-        self._interceptor = CallInterceptor(frontend.authenticator, frontend.ledger, config.stall_timeout)
-        # The last line of defence, of calls of any kind: far more than admission control lets in.
+        # The last line of defence: far more than admission control lets in.
         self._max_calls = max(
             _CONNECTIONS_AT_FULL * config.max_concurrent_streams, 4 * (config.max_num_queued_reqs or 0)
         )
+        limits = (config.stall_timeout, self._max_calls)
+        self._interceptor = CallInterceptor(frontend.authenticator, frontend.ledger, *limits)
         self._health = HealthService(self._max_calls // 4)
         self._health.set(GENERATION, False)
 
@@ -114,8 +116,11 @@ class GrpcServer:
 
     def _make_server(self, services: Sequence[str]) -> grpc.aio.Server:
         config = self._frontend.config
+        # Beside the calls, those that need no key have places of their own.
         server = grpc.aio.server(
-            interceptors=(self._interceptor,), options=_options(config), maximum_concurrent_rpcs=self._max_calls
+            interceptors=(self._interceptor,),
+            options=_options(config),
+            maximum_concurrent_rpcs=self._max_calls + self._max_calls // 4 + MAX_REFLECTIONS + _MAX_CHECKS,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if not config.disable_grpc_reflection:
@@ -153,6 +158,7 @@ def _options(config: ServerConfig) -> list[tuple[str, Any]]:
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", config.max_request_bytes),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", round(config.grpc_keepalive_time * 1000)),

@@ -61,7 +61,9 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         del context
         adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
         with self._admit(request.model):
-            token_ids, strings = await self._frontend.engine.tokenize(request.text, adds, request.return_token_strings)
+            token_ids, strings = await self._frontend.engine.tokenize(
+                request.text, adds, request.return_token_strings, CURRENT_CALL.get().caller.turn
+            )
         return tokenization_pb2.TokenizeResponse(
             token_ids=token_ids,
             token_strings=strings if request.return_token_strings else (),
@@ -77,7 +79,9 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
             raise RequestError("expected token_ids", parameter="token_ids")
         check_converted("token_ids", len(request.token_ids.ids))
         with self._admit(request.model):
-            text = await self._frontend.engine.detokenize(list(request.token_ids.ids), request.skip_special_tokens)
+            text = await self._frontend.engine.detokenize(
+                list(request.token_ids.ids), request.skip_special_tokens, CURRENT_CALL.get().caller.turn
+            )
         return tokenization_pb2.DetokenizeResponse(text=text)
 
     async def ApplyChatTemplate(
@@ -87,7 +91,7 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         del context
         chat = chat_arguments(self._frontend.config, conversation_fields(request.messages))
         with self._admit(request.model):
-            text, token_ids = await self._frontend.engine.render_chat(chat)
+            text, token_ids = await self._frontend.engine.render_chat(chat, CURRENT_CALL.get().caller.turn)
         return tokenization_pb2.ApplyChatTemplateResponse(text=text, token_ids=token_ids)
 
 

@@ -20,6 +20,7 @@ from jaxserve.server.http_api.chat import chat_completions
 from jaxserve.server.http_api.completions import completions
 from jaxserve.server.http_api.embeddings import embeddings
 from jaxserve.server.http_api.endpoint import DISCONNECTED, LABEL, STATUS, Endpoint, Handler, HttpCall
+from jaxserve.server.http_api.hosts import HostCheck
 from jaxserve.server.http_api.responses import error_response
 from jaxserve.server.http_api.tokenization import detokenize, tokenize
 
@@ -61,7 +62,7 @@ def make_app(frontend: Frontend) -> Starlette:
     for path, handler in _POSTS:
         routes.append(Route(path, Endpoint(frontend, handler, "generate", has_body=True), methods=["POST"]))
 
-    middleware = [Middleware(RequestLabels, frontend=frontend)]
+    middleware = [Middleware(RequestLabels, frontend=frontend), Middleware(HostCheck, config=config)]
     if config.allowed_origins:
         middleware.append(
             Middleware(

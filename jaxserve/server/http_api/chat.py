@@ -68,7 +68,8 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
 
 async def chat_completions(call: HttpCall) -> ASGIApp:
     """Respond to a request."""
-    return await _ChatCompletions(call, call.fields(FIELDS, "messages")).respond()
+    made = await call.read(lambda: _ChatCompletions(call, call.fields(FIELDS, "messages")))
+    return await made.respond()
 
 
 class _ChatCompletions(GenerationResponse):

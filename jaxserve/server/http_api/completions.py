@@ -18,7 +18,7 @@ from jaxserve.server.http_api.generation import (
     prompt_requests,
     sampling_fields,
 )
-from jaxserve.server.http_api.logprobs import completion_logprobs, prompt_logprobs
+from jaxserve.server.http_api.logprobs import completion_logprobs, joined_logprobs, prompt_logprobs
 
 FIELDS: Mapping[str, Check] = MappingProxyType(
     {
@@ -34,7 +34,8 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
 
 async def completions(call: HttpCall) -> ASGIApp:
     """Respond to a request."""
-    return await _Completions(call, call.fields(FIELDS, "prompt")).respond()
+    made = await call.read(lambda: _Completions(call, call.fields(FIELDS, "prompt")))
+    return await made.respond()
 
 
 class _Completions(GenerationResponse):
@@ -63,8 +64,9 @@ class _Completions(GenerationResponse):
             is_cut = self.requests[0].truncate_prompt_tokens is not None
             text = None if is_cut else output.prompt
             has_logprobs = self.params.logprobs is not None and output.prompt_logprobs is not None
-            first = await engine.detokenize(ids[:1]) if has_logprobs else ""
-            self._echoes[prompt] = await engine.detokenize(ids) if text is None else text, first
+            turn = self.call.caller.turn
+            first = await engine.detokenize(ids[:1], turn=turn) if has_logprobs else ""
+            self._echoes[prompt] = await engine.detokenize(ids, turn=turn) if text is None else text, first
 
     def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         if prompt not in self._first_fields:
@@ -103,7 +105,7 @@ class _Completions(GenerationResponse):
         if one.logprobs is not None and one.token_ids:
             as_ids = self.has_tokens_as_ids
             own = completion_logprobs(one.token_ids, one.logprobs, begin=begin, offset=offset, as_ids=as_ids)
-            logprobs = own if logprobs is None else {name: [*logprobs[name], *own[name]] for name in own}
+            logprobs = own if logprobs is None else joined_logprobs(logprobs, own)
         self._num_characters[index] += len(one.text)
         choice: dict[str, Any] = {
             "index": index,

@@ -3,12 +3,12 @@
 import base64
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from types import MappingProxyType
 from typing import Any
 
-from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from jaxserve.api.errors import RequestFailedError
 from jaxserve.api.field_checks import flag
@@ -22,6 +22,7 @@ from jaxserve.server.http_api.generation import (
     response_head,
     usage_object,
 )
+from jaxserve.server.http_api.long_lists import ITEMS_AT_ONCE, LongList, long_response
 from jaxserve.server.http_api.merged_outputs import generate_all
 from jaxserve.server.http_api.responses import json_response, unused_fields_header
 
@@ -39,9 +40,9 @@ FIELDS: Mapping[str, Check] = MappingProxyType(
 )
 
 
-async def embeddings(call: HttpCall) -> Response:
+async def embeddings(call: HttpCall) -> ASGIApp:
     """Respond to a request."""
-    fields = call.fields(FIELDS, "input")
+    fields = await call.read(lambda: call.fields(FIELDS, "input"))
     head = response_head(call.frontend, "embd", "list")
     pooling = PoolingParams(**{name: fields[name] for name in POOLING_FIELDS if name in fields})
     prompts, params = fields["input"], SamplingParams(max_tokens=1)
@@ -58,11 +59,16 @@ async def embeddings(call: HttpCall) -> Response:
             vectors[index] = vector
     if len(vectors) < len(requests):
         raise RequestFailedError("the request was aborted")
-    data: list[dict[str, Any]] = [
-        {"index": index, "object": "embedding", "embedding": vectors[index]} for index in range(len(requests))
-    ]
-    if fields.get("encoding_format") == "base64":
-        for one in data:
-            one["embedding"] = base64.b64encode(struct.pack(f"<{len(one['embedding'])}f", *one["embedding"])).decode()
-    body = {**head, "data": data, "usage": usage_object(sum(entry.num_prompt_tokens or 0 for entry in entries), 0)}
-    return json_response(body, headers=unused_fields_header(call.unused))
+    is_base64 = fields.get("encoding_format") == "base64"
+
+    def data() -> Iterator[list[Any]]:
+        for index in range(len(requests)):
+            vector = vectors[index]
+            shown = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if is_base64 else vector
+            yield [{"index": index, "object": "embedding", "embedding": shown}]
+
+    usage = usage_object(sum(entry.num_prompt_tokens or 0 for entry in entries), 0)
+    headers = unused_fields_header(call.unused)
+    if sum(map(len, vectors.values())) > ITEMS_AT_ONCE:
+        return await long_response({**head, "data": LongList(data), "usage": usage}, headers)
+    return json_response({**head, "data": [one for part in data() for one in part], "usage": usage}, headers=headers)

@@ -23,6 +23,7 @@ from jaxserve.server.tracing import remember_trace
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+_LONG_BODY_BYTES = 1 << 16
 _NOBODY = Caller("anonymous", frozenset())
 _UNKNOWN = Caller("-", frozenset())
 
@@ -43,6 +44,7 @@ class HttpCall:
         caller: Who sent it.
         request: Path and headers.
         body: The parsed body; empty for GET.
+        is_long: Whether the body is too long to be read on the event loop.
         unused: Names of fields without effect.
     """
 
@@ -50,7 +52,12 @@ class HttpCall:
     caller: Caller
     request: Request
     body: dict[str, Any]
+    is_long: bool = False
     unused: list[str] = dataclasses.field(default_factory=list[str])
+
+    async def read(self, make: Callable[[], Result]) -> Result:
+        """Call what checks the body and makes something of it: on a thread if the body is long."""
+        return await asyncio.to_thread(make) if self.is_long else make()
 
     def fields(self, table: Mapping[str, Check], needs: str) -> dict[str, Any]:
         """Check the body's fields, and that the model it names exists; note those without effect.
@@ -65,6 +72,11 @@ class HttpCall:
 
 
 Handler = Callable[[HttpCall], Awaitable[ASGIApp]]
+
+
+async def _read_object(raw: bytearray) -> dict[str, Any]:
+    """Return the JSON object of a body; a long one is read on a thread."""
+    return await asyncio.to_thread(read_json, raw) if len(raw) > _LONG_BODY_BYTES else read_json(raw)
 
 
 class Endpoint:
@@ -89,9 +101,8 @@ class Endpoint:
         remember_trace(request.headers)
 
         async def respond() -> None:
-            response = await self._handler(
-                HttpCall(self._frontend, caller, request, read_json(raw) if self._has_body else {})
-            )
+            body = await _read_object(raw) if self._has_body else {}
+            response = await self._handler(HttpCall(self._frontend, caller, request, body, len(raw) > _LONG_BODY_BYTES))
             await response(scope, receive, send)
 
         caller = _NOBODY if self._scope is None else _UNKNOWN
@@ -102,7 +113,7 @@ class Endpoint:
                     caller.check_scope(self._scope)
                 note_log_fields(key=caller.name)
             if self._has_body:
-                await self._read_body(request, raw)
+                await self._read_body(caller, request, raw)
                 self._frontend.ledger.check_room(caller)
             await until_disconnect(receive, respond())
         except ClientDisconnect:
@@ -118,13 +129,13 @@ class Endpoint:
                 logger.exception("%s %s failed", scope["method"], scope["path"])
             await error_response(error)(scope, receive, send)
         finally:
-            self._frontend.ledger.remove_bytes(len(raw))
+            self._frontend.ledger.remove_bytes(caller, len(raw))
 
-    async def _read_body(self, request: Request, raw: bytearray) -> None:
+    async def _read_body(self, caller: Caller, request: Request, raw: bytearray) -> None:
         """Append the body to ``raw``, whose bytes are reserved in the ledger.
 
         Raises:
-            OverloadedError: The bodies of the requests in flight have too many bytes.
+            OutOfMemoryError: The requests in flight take too many bytes.
             HTTPException: It is not declared to be JSON, is compressed, is too long, or stalls.
         """
         config = self._frontend.config
@@ -141,18 +152,42 @@ class Endpoint:
             # that the client can read the response.
             raise self._too_long({"Connection": "close"} if "expect" in request.headers else {})
         loop, ledger = asyncio.get_running_loop(), self._frontend.ledger
+        begin_s = latest_s = loop.time()
         try:
-            async with asyncio.timeout(config.stall_timeout or None) as limit:
+            async with asyncio.timeout_at(self._body_deadline_s(begin_s, latest_s, 0)) as limit:
                 async for part in request.stream():
-                    if config.stall_timeout:
-                        limit.reschedule(loop.time() + config.stall_timeout)
-                    ledger.add_bytes(len(part))
+                    latest_s = loop.time()
+                    limit.reschedule(self._body_deadline_s(begin_s, latest_s, len(raw) + len(part)))
+                    ledger.add_bytes(caller, len(part))
                     raw += part
                     if len(raw) > config.max_request_bytes:
                         raise self._too_long({})
         except TimeoutError:
             message = f"the body stalled for {config.stall_timeout:g} s"
+            if not config.stall_timeout or loop.time() - latest_s < config.stall_timeout:
+                message = (
+                    f"the body arrived too slowly: {len(raw)} bytes in {loop.time() - begin_s:.3g} s; limits: "
+                    f"{config.body_timeout:g} s (body_timeout), {config.min_transfer_rate} bytes a second "
+                    "(min_transfer_rate)"
+                )
             raise HTTPException(408, message, {"Connection": "close"}) from None
+
+    def _body_deadline_s(self, begin_s: float, latest_s: float, num_bytes: int) -> float | None:
+        """Return the time by which more of a body must have arrived.
+
+        Args:
+            begin_s: When it began.
+            latest_s: When its latest part arrived.
+            num_bytes: Bytes so far.
+        """
+        config, deadlines = self._frontend.config, list[float]()
+        if config.stall_timeout:
+            deadlines.append(latest_s + config.stall_timeout)
+        if config.stall_timeout and config.min_transfer_rate:
+            deadlines.append(begin_s + config.stall_timeout + num_bytes / config.min_transfer_rate)
+        if config.body_timeout:
+            deadlines.append(begin_s + config.body_timeout)
+        return min(deadlines, default=None)
 
     def _too_long(self, headers: Mapping[str, str]) -> HTTPException:
         return HTTPException(

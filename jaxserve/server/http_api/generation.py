@@ -1,7 +1,6 @@
 """What completions and chat completions share: fields, sampling parameters, outputs of the engine, and usage."""
 
 import abc
-import asyncio
 import importlib.metadata
 import json
 import math
@@ -32,9 +31,10 @@ from jaxserve.server.http_api.fields import (
     read_fields,
     whole,
 )
+from jaxserve.server.http_api.long_lists import json_pieces, long_response
 from jaxserve.server.http_api.merged_outputs import generate_all
 from jaxserve.server.http_api.responses import DONE, json_response, json_text, send_events, unused_fields_header
-from jaxserve.server.packed_logprobs import write_output
+from jaxserve.server.long_outputs import is_long, write_output
 from jaxserve.server.settings import ServerConfig
 
 VERSION = importlib.metadata.version("jaxserve")
@@ -295,7 +295,7 @@ class GenerationResponse(abc.ABC):
         body = {**self.head, "choices": choices, **self.more, "usage": self._usage(), **self._metrics()}
         if self.params.num_logprobs is None and self.params.prompt_logprobs is None:
             return json_response(body, headers=self._headers)
-        return await asyncio.to_thread(json_response, body, headers=self._headers)  # it may be long
+        return await long_response(body, self._headers)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope, receive  # ``Endpoint`` watches for a client that disconnects
@@ -323,7 +323,8 @@ class GenerationResponse(abc.ABC):
                 index = chunk["choices"][0]["index"] % self.params.n
                 num_generated = 0 if self.is_echo_only else entry.num_generated[index]
                 chunk.setdefault("usage", usage_object(entry.num_prompt_tokens or 0, num_generated))
-        return b"".join(_event(begin, chunk) for chunk in chunks)
+        write = _long_event if is_long(output) else _event
+        return b"".join(write(begin, chunk) for chunk in chunks)
 
     def _note_drafts(self, output: RequestOutput) -> None:
         self._drafts += [one.spec_decode_metrics for one in output.outputs if one.spec_decode_metrics is not None]
@@ -346,6 +347,10 @@ class GenerationResponse(abc.ABC):
 
 def _event(begin: str, chunk: dict[str, Any]) -> bytes:
     return f"{begin}{json_text(chunk)[1:]}\n\n".encode("utf-8", "replace")
+
+
+def _long_event(begin: str, chunk: dict[str, Any]) -> bytes:
+    return begin.encode() + b"".join(json_pieces(chunk))[1:] + b"\n\n"
 
 
 def _unused_parts(fields: Mapping[str, Any], config: ServerConfig) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from jaxserve.api.outputs import RequestOutput
+from jaxserve.server.byte_budget import request_bytes
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.request_log import RequestEntry
 
@@ -20,7 +21,8 @@ async def generate_all(
         JaxserveError: As ``Ledger.admit`` and ``Frontend.generate``.
     """
     frontend = call.frontend
-    with frontend.ledger.admit(call.caller, sum(entry.request.params.n for entry in entries)):
+    num_bytes = sum(request_bytes(entry.request, frontend.info.model) for entry in entries)
+    with frontend.ledger.admit(call.caller, sum(entry.request.params.n for entry in entries), num_bytes):
         if len(entries) == 1:
             async with aclosing(frontend.generate(entries[0])) as outputs:
                 async for output in outputs:

@@ -29,7 +29,11 @@ _STREAM_HEADERS = MappingProxyType(
 _ERROR_TYPES = MappingProxyType(
     {404: "NotFoundError", 405: "MethodNotAllowedError", 408: "TimeoutError", 413: "RequestTooLargeError"}
 )
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+ENCODER_OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
+)
+"""Of the JSON of all responses."""
+_ENCODER = json.JSONEncoder(**ENCODER_OPTIONS)
 
 
 def json_text(value: Any) -> str:

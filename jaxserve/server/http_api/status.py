@@ -180,6 +180,8 @@ def _report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, Any]:
             "started": counts.started,
             "in_flight": counts.in_flight,
             "refused": frontend.ledger.num_refused,
+            "bytes": frontend.ledger.memory.num_bytes,
+            "max_bytes": frontend.ledger.memory.limit_bytes,
             "outcomes": dict(counts.finished),
         },
         "versions": dict(versions()),

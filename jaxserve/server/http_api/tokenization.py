@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from jaxserve.api.field_checks import flag, text, token_ids
 from jaxserve.server.chat import chat_arguments
@@ -11,6 +12,7 @@ from jaxserve.server.converted_tokens import check_converted
 from jaxserve.server.http_api.chat import CONVERSATION_FIELDS
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check
+from jaxserve.server.http_api.long_lists import ITEMS_AT_ONCE, in_parts, long_response
 from jaxserve.server.http_api.responses import json_response, unused_fields_header
 
 _OPTIONS: Mapping[str, Check] = MappingProxyType({"model": text, "return_token_strs": flag})
@@ -19,34 +21,37 @@ _CHAT_FIELDS: Mapping[str, Check] = MappingProxyType({**CONVERSATION_FIELDS, **_
 _IDS_FIELDS: Mapping[str, Check] = MappingProxyType({"model": text, "tokens": token_ids, "skip_special_tokens": flag})
 
 
-async def tokenize(call: HttpCall) -> Response:
+async def tokenize(call: HttpCall) -> ASGIApp:
     """Return the token ids of a text, or of the prompt of a conversation."""
     is_chat = call.body.get("messages") is not None
-    fields = call.fields(_CHAT_FIELDS if is_chat else _TEXT_FIELDS, "messages" if is_chat else "prompt")
+    table, needs = (_CHAT_FIELDS, "messages") if is_chat else (_TEXT_FIELDS, "prompt")
+    fields = await call.read(lambda: call.fields(table, needs))
     frontend, has_strings = call.frontend, fields.get("return_token_strs", False)
+    turn = call.caller.turn
     strings: list[str] = []
     with frontend.ledger.admit(call.caller):
         if is_chat:
-            prompt, ids = await frontend.engine.render_chat(chat_arguments(frontend.config, fields))
+            prompt, ids = await frontend.engine.render_chat(chat_arguments(frontend.config, fields), turn)
             if has_strings:
-                ids, strings = await frontend.engine.tokenize(prompt, False, True)
+                ids, strings = await frontend.engine.tokenize(prompt, False, True, turn)
         else:
             is_special = fields.get("add_special_tokens", True)
-            ids, strings = await frontend.engine.tokenize(fields["prompt"], is_special, has_strings)
+            ids, strings = await frontend.engine.tokenize(fields["prompt"], is_special, has_strings, turn)
     body = {
         "count": len(ids),
         "max_model_len": frontend.info.max_model_len,
-        "tokens": list(ids),
-        "token_strs": strings if has_strings else None,
+        "tokens": in_parts(ids),
+        "token_strs": in_parts(strings) if has_strings else None,
     }
-    return json_response(body, headers=unused_fields_header(call.unused))
+    headers = unused_fields_header(call.unused)
+    return await long_response(body, headers) if len(ids) > ITEMS_AT_ONCE else json_response(body, headers=headers)
 
 
 async def detokenize(call: HttpCall) -> Response:
     """Return the text of token ids."""
-    fields = call.fields(_IDS_FIELDS, "tokens")
+    fields = await call.read(lambda: call.fields(_IDS_FIELDS, "tokens"))
     ids = fields["tokens"]
     check_converted("tokens", len(ids))
     with call.frontend.ledger.admit(call.caller):
-        found = await call.frontend.engine.detokenize(ids, fields.get("skip_special_tokens", False))
+        found = await call.frontend.engine.detokenize(ids, fields.get("skip_special_tokens", False), call.caller.turn)
     return json_response({"prompt": found}, headers=unused_fields_header(call.unused))

@@ -123,6 +123,7 @@ def test_repetition_detection() -> None:
         ({"max_pattern_size": 5}, "repetition_detection.min_count must be at least 2, got 0"),
         ({"max_pattern_size": 5, "min_count": 1}, "repetition_detection.min_count must be at least 2, got 1"),
         ({"min_count": -1}, "repetition_detection.min_count must be at least 0, got -1"),
+        ({"max_pattern_size": 1025, "min_count": 2}, "max_pattern_size must be at most 1024, got 1025"),
         ({"max_patern_size": 5}, "RepetitionDetectionParams has no field 'max_patern_size'; did you mean 'max_pattern"),
     ],
 )

@@ -14,6 +14,7 @@ from jaxserve.api.outputs import CompletionOutput, FinishReason, RequestMetrics,
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_params import check_against
+from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.parsers import ParserNames
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.frontend import Frontend, sampling_params
@@ -181,19 +182,21 @@ class FakeEngine(EngineClient):
         return {token: Logprob(entry.logprob, entry.rank) for token, entry in found.items()}
 
     async def tokenize(
-        self, text: str, add_special_tokens: bool = True, with_strings: bool = False
+        self, text: str, add_special_tokens: bool = True, with_strings: bool = False, turn: Turn = SHARED_TURN
     ) -> tuple[list[int], list[str]]:
         """A token a character, and one with number 1 in front."""
         begin = [1] if add_special_tokens else []
         strings = [*(["<s>"] if add_special_tokens else []), *text] if with_strings else []
         return [*begin, *map(ord, text)], strings
 
-    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+    async def detokenize(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = False, turn: Turn = SHARED_TURN
+    ) -> str:
         """The characters."""
         self._check_vocabulary(token_ids, "tokens")
         return "".join(map(chr, token_ids))
 
-    async def render_chat(self, chat: Mapping[str, Any]) -> tuple[str, list[int]]:
+    async def render_chat(self, chat: Mapping[str, Any], turn: Turn = SHARED_TURN) -> tuple[str, list[int]]:
         """The prompt of every conversation."""
         self.requests["render"] = Request(chat=chat, params=sampling_params(self.info, {}))
         return self.rendered, [ord(character) for character in self.rendered]
@@ -231,7 +234,7 @@ def make_server(
     """An open server over an engine."""
     engine = engine or FakeEngine()
     engine.parsers = parsers or ParserNames()
-    frontend = Frontend(ServerConfig(**settings), engine, "tiny")
+    frontend = Frontend(ServerConfig(**{"allowed_hosts": ["*"], **settings}), engine, "tiny")
     frontend.ledger.open(limit)
     frontend.has_started = True
     return Server(frontend, engine)

@@ -92,17 +92,6 @@ def test_a_key_has_a_rate() -> None:
         pass
 
 
-def test_bodies_have_a_limit_together() -> None:
-    ledger = Ledger(max_body_bytes=100)
-    ledger.add_bytes(60)
-    with pytest.raises(OverloadedError, match="queue full: the requests in flight have 60 bytes, limit 100; retry"):
-        ledger.add_bytes(41)
-    assert ledger.num_refused == 1
-    ledger.add_bytes(40)
-    ledger.remove_bytes(60)
-    ledger.add_bytes(60)
-
-
 def test_a_full_server_refuses_before_it_reads() -> None:
     ledger = Ledger()
     ledger.check_room(ANYBODY)  # it is not open yet: that is said later

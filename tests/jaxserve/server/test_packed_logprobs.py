@@ -8,13 +8,10 @@ import pytest
 
 from jaxserve.api.logprobs import FlatLogprobs, Logprob
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.packed_logprobs import PackedLogprobs
 from jaxserve.frames import HEADER
-from jaxserve.server.packed_logprobs import MAX_ENTRIES_ON_LOOP, PackedLogprobs, write_output
-from jaxserve.server.wire import (
-    Outputs,
-    pack,
-    unpack,
-)
+from jaxserve.server.long_outputs import MAX_ENTRIES_ON_LOOP, write_output
+from jaxserve.server.wire import Outputs, pack, unpack
 
 POSITIONS = [
     {7: Logprob(-0.5, 2, "é", b"\xc3", 0), 9: Logprob(-math.inf, 1, "")},

@@ -30,7 +30,7 @@ CHROMIUM_FLAGS = (
 
 def client_of(frontend: Frontend) -> TestClient:
     """An HTTP client of the whole application."""
-    return TestClient(make_app(frontend))
+    return TestClient(make_app(frontend), base_url="http://localhost")
 
 
 # ---------------------------------------------------------------- the numbers

@@ -1,19 +1,14 @@
-"""Log-probabilities as arrays, the form in which they cross the socket between engine process and front end."""
+"""Log-probabilities as arrays, without an object for each: how the engine keeps those of prompts, and how all cross the
+socket between a server's engine process and front end."""
 
-import asyncio
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar, overload
+from typing import Any, overload
 
 from jaxserve.api.logprobs import FlatLogprobs, Logprob, PromptLogprobs, SampleLogprobs
-from jaxserve.api.outputs import RequestOutput
-
-MAX_ENTRIES_ON_LOOP = 4096
-"""Entries of an output that are written on the event loop; more are written on a thread."""
-Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -34,15 +29,15 @@ class PackedLogprobs(AbstractSequence[dict[int, Logprob]]):
         offsets: int32; -1 stands for None.
     """
 
-    lengths: bytes
-    token_ids: bytes
-    logprobs: bytes
-    ranks: bytes
-    text_lengths: bytes
-    texts: bytes
-    raw_lengths: bytes
-    raws: bytes
-    offsets: bytes
+    lengths: bytes | bytearray
+    token_ids: bytes | bytearray
+    logprobs: bytes | bytearray
+    ranks: bytes | bytearray
+    text_lengths: bytes | bytearray
+    texts: bytes | bytearray
+    raw_lengths: bytes | bytearray
+    raws: bytes | bytearray
+    offsets: bytes | bytearray
 
     @classmethod
     def of(cls, positions: SampleLogprobs | PromptLogprobs) -> "PackedLogprobs":
@@ -65,15 +60,51 @@ class PackedLogprobs(AbstractSequence[dict[int, Logprob]]):
             offsets=_ints(-1 if offset is None else offset for offset in flat.text_offsets),
         )
 
+    @classmethod
+    def empty(cls) -> "PackedLogprobs":
+        """Return one without positions, to be extended."""
+        return cls(*(bytearray() for _ in cls.__slots__))
+
     @property
     def num_entries(self) -> int:
         """Number of entries of all positions."""
         return len(self.token_ids) // 4
 
     def extend(self, other: "PackedLogprobs") -> None:
-        """Add the next positions."""
+        """Add the next positions, at the cost of these."""
         for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            held = getattr(self, name)
+            if not isinstance(held, bytearray):
+                setattr(self, name, held := bytearray(held))
+            held += getattr(other, name)
+
+    def add_empty(self, num_positions: int) -> None:
+        """Add positions without entries."""
+        lengths = bytearray(self.lengths)
+        lengths += bytes(4 * num_positions)
+        self.lengths = lengths
+
+    def parts(self, num_positions: int) -> Iterator[FlatLogprobs]:
+        """Yield the log-probabilities of this many positions at a time, as lists."""
+        lengths = _list("i", self.lengths)
+        entry = text = raw = 0
+        for first in range(0, len(lengths), num_positions):
+            own = lengths[first : first + num_positions]
+            entries = slice(4 * entry, 4 * (entry := entry + sum(own)))
+            text_lengths, raw_lengths = self.text_lengths[entries], self.raw_lengths[entries]
+            texts = slice(text, text := text + _total(text_lengths))
+            raws = slice(raw, raw := raw + _total(raw_lengths))
+            yield PackedLogprobs(
+                lengths=_ints(own),
+                token_ids=self.token_ids[entries],
+                logprobs=self.logprobs[entries],
+                ranks=self.ranks[entries],
+                text_lengths=text_lengths,
+                texts=self.texts[texts],
+                raw_lengths=raw_lengths,
+                raws=self.raws[raws],
+                offsets=self.offsets[entries],
+            ).unpacked()
 
     def unpacked(self) -> FlatLogprobs:
         """Return the log-probabilities as lists."""
@@ -109,27 +140,24 @@ class PackedLogprobs(AbstractSequence[dict[int, Logprob]]):
         return iter(self.unpacked())
 
 
-async def write_output(output: RequestOutput, write: Callable[..., Result], *arguments: Any) -> Result:
-    """Call ``write``, which reads the log-probabilities of an output: on a thread if they are many."""
-    found = (output.prompt_logprobs, *(one.logprobs for one in output.outputs))
-    if sum(each.num_entries for each in found if isinstance(each, PackedLogprobs)) <= MAX_ENTRIES_ON_LOOP:
-        return write(*arguments)
-    return await asyncio.to_thread(write, *arguments)
-
-
 def _ints(values: Iterable[int]) -> bytes:
     return array("i", values).tobytes()
 
 
-def _list(kind: str, packed: bytes) -> list[Any]:
+def _list(kind: str, packed: bytes | bytearray) -> list[Any]:
     values = array(kind)
     values.frombytes(packed)
     return values.tolist()
 
 
-def _cut(joined: bytes, lengths: bytes) -> Iterator[bytes | None]:
+def _cut(joined: bytes | bytearray, lengths: bytes | bytearray) -> Iterator[bytes | None]:
     """Yield the parts of joined bytes; None for those of length -1."""
     sizes = _list("i", lengths)
     ends = accumulate((max(size, 0) for size in sizes), initial=0)
     for size, (start, end) in zip(sizes, pairwise(ends), strict=True):
-        yield None if size < 0 else joined[start:end]
+        yield None if size < 0 else bytes(joined[start:end])
+
+
+def _total(lengths: bytes | bytearray) -> int:
+    """Return the sum of lengths, of which -1 stands for None."""
+    return sum(max(length, 0) for length in _list("i", lengths))

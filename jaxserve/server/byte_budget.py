@@ -1,0 +1,141 @@
+"""The bytes of host memory that everything admitted takes, in all processes of the server, and their limit."""
+
+import collections
+
+from jaxserve.api.errors import RequestError
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.packed_logprobs import PackedLogprobs
+from jaxserve.api.request import Request
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.server.auth import Caller
+from jaxserve.server.errors import OutOfMemoryError
+from jaxserve.server.proto.jaxserve.v1 import model_pb2
+
+MIN_BUDGET_BYTES = 256 << 20
+"""Least default of the budget; else it is a quarter of the memory that is available when the server starts."""
+
+_TEXT_COPIES = 3
+"""A text is in the front end, on its way, and in the engine process."""
+_TOKEN_BYTES = 100
+"""A token id of a prompt: an object and its places in lists, here and in the engine process."""
+_OUTPUT_TOKEN_BYTES = 40
+_SAMPLE_BYTES = 4096
+_OPTION_BYTES = 250
+"""An entry of ``logit_bias`` and the like, in both processes."""
+_PROMPT_LOGPROB_BYTES = 80
+_LOGPROB_BYTES = 250
+_UNSTATED_TOKENS = 1024
+"""Tokens that count for the logprobs of a completion whose request has no limit of its own."""
+
+
+class ByteBudget:
+    """Counts the bytes of what is admitted, in all and by caller, and rejects what exceeds the limit or a share of it.
+
+    Attributes:
+        limit_bytes: Most bytes at a time.
+        num_bytes: Bytes at present.
+
+    Args:
+        limit_bytes: Most bytes at a time.
+    """
+
+    def __init__(self, limit_bytes: int):
+        self.limit_bytes = limit_bytes
+        self.num_bytes = 0
+        self._by_caller: collections.Counter[str] = collections.Counter()
+
+    def take(self, caller: Caller, num_bytes: int) -> None:
+        """Reserve bytes for a caller; ``give_back`` releases them.
+
+        Raises:
+            RequestError: They are more than the caller may ever have.
+            OutOfMemoryError: They do not fit beside those of the requests in flight.
+        """
+        share = int(self.limit_bytes * caller.max_memory_share)
+        if num_bytes > share:
+            raise RequestError(
+                f"this request takes about {num_bytes} bytes of the server's memory; limit {share} "
+                "(max_admitted_bytes and the key's max_memory_share). Ask for fewer prompts, tokens, logprobs or "
+                "completions"
+            )
+        own = self._by_caller[caller.name]
+        if self.num_bytes + num_bytes > self.limit_bytes:
+            raise OutOfMemoryError(
+                f"out of memory for requests: those in flight take {self.num_bytes} bytes, limit {self.limit_bytes} "
+                f"(max_admitted_bytes), and this one {num_bytes}; retry later"
+            )
+        if own + num_bytes > share:
+            raise OutOfMemoryError(
+                f"out of memory for requests of this API key: those in flight take {own} bytes, limit {share} "
+                f"(max_memory_share), and this one {num_bytes}; retry later"
+            )
+        self.note(caller.name, num_bytes)
+
+    def give_back(self, caller: Caller, num_bytes: int) -> None:
+        """Release bytes."""
+        self.note(caller.name, -num_bytes)
+
+    def note(self, name: str, num_bytes: int) -> None:
+        """Count bytes of a caller that cannot be refused, or that are released if the number is negative."""
+        self.num_bytes += num_bytes
+        self._by_caller[name] += num_bytes
+        if not self._by_caller[name]:
+            del self._by_caller[name]
+
+
+def request_bytes(request: Request, model: model_pb2.Model) -> int:
+    """Estimate the bytes that a request takes in all processes from its admission to its end, its outputs aside."""
+    max_model_len = model.max_model_len
+    num_characters = len(request.text or "") + _characters(request.chat)
+    num_tokens = min(num_characters // 2, max_model_len) if request.token_ids is None else len(request.token_ids)
+    num_bytes = _TEXT_COPIES * num_characters + _TOKEN_BYTES * num_tokens
+    if request.pooling is not None:
+        return num_bytes + _SAMPLE_BYTES
+    return num_bytes + _SAMPLE_BYTES * request.params.n + _option_bytes(request.params, num_tokens, model)
+
+
+def _option_bytes(params: SamplingParams, num_tokens: int, model: model_pb2.Model) -> int:
+    if params.is_plain:
+        return 0
+    listed = (params.logit_bias, params.stop_token_ids, params.allowed_token_ids, params.logprob_token_ids)
+    num_bytes = _OPTION_BYTES * sum(map(len, filter(None, listed)))
+    texts = (*params.stop_strings, *(params.bad_words or ()))
+    num_bytes += sum(_TEXT_COPIES * len(text) + _OPTION_BYTES for text in texts)
+    num_bytes += _TEXT_COPIES * len(repr(params.structured_outputs)) if params.structured_outputs else 0
+    if params.prompt_logprobs is not None:
+        num_bytes += _PROMPT_LOGPROB_BYTES * num_tokens * _width(params.prompt_logprobs, model)
+    if params.num_logprobs is not None:
+        num_new = min(_UNSTATED_TOKENS if params.max_tokens is None else params.max_tokens, model.max_model_len)
+        num_bytes += _LOGPROB_BYTES * params.n * num_new * _width(params.num_logprobs, model)
+    return num_bytes
+
+
+def _width(num_logprobs: int, model: model_pb2.Model) -> int:
+    """Return the number of entries of a position."""
+    return 1 + (model.vocab_size if num_logprobs < 0 else num_logprobs)
+
+
+def output_bytes(output: RequestOutput) -> int:
+    """Estimate the bytes of an output that waits to be written."""
+    num_bytes = _OUTPUT_TOKEN_BYTES * len(output.prompt_token_ids) + _logprob_bytes(output.prompt_logprobs)
+    for one in output.outputs:
+        num_bytes += len(one.text) + _OUTPUT_TOKEN_BYTES * len(one.token_ids) + _logprob_bytes(one.logprobs)
+    return num_bytes
+
+
+def _logprob_bytes(logprobs: object) -> int:
+    return _OUTPUT_TOKEN_BYTES * logprobs.num_entries if isinstance(logprobs, PackedLogprobs) else 0
+
+
+def _characters(value: object) -> int:
+    """Return the characters of all texts in a JSON value."""
+    total, parts = 0, [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, str):
+            total += len(part)
+        elif isinstance(part, dict):
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
+    return total

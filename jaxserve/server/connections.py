@@ -1,0 +1,92 @@
+"""Limits on the connections of a listener, and what keeps the process alive when they take all descriptors."""
+
+import asyncio
+import collections
+import logging
+import resource
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 60.0
+
+
+class TransferLimits(NamedTuple):
+    """What clients must keep up with.
+
+    Attributes:
+        stall_s: Seconds that a client may take for the next bytes, of its request or in reading the response; 0: any.
+        bytes_per_s: Fewest bytes a second, on average, once those seconds are over.
+    """
+
+    stall_s: float
+    bytes_per_s: float = 0.0
+
+
+class ConnectionLimits:
+    """Counts the connections of a listener, in all and by address.
+
+    Args:
+        most: Most connections.
+        most_per_address: Most of one address.
+    """
+
+    def __init__(self, most: int, most_per_address: int):
+        self._most = most
+        self._most_per_address = most_per_address
+        self._num_open = 0
+        self._by_address: collections.Counter[str] = collections.Counter()
+
+    def enter(self, address: str) -> bool:
+        """Count a connection, of an address or of "" for a Unix socket; return whether it is allowed.
+
+        ``leave`` must follow if it is.
+        """
+        is_full = self._num_open >= self._most
+        if is_full or (address and self._by_address[address] >= self._most_per_address):
+            return False
+        self._num_open += 1
+        self._by_address[address] += 1
+        return True
+
+    def leave(self, address: str) -> None:
+        """Forget a connection that was allowed."""
+        self._num_open -= 1
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
+
+
+def raise_open_files_limit() -> None:
+    """Let this process and its children open as many files, and so connections, as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class AcceptFailures:
+    """Handler of an event loop's errors that logs failures to accept connections once a minute, and others at once.
+
+    asyncio reports each of thousands of failed attempts with a traceback, and tries again every second.
+
+    Args:
+        clock: Returns seconds of a monotonic clock.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._num_failed = 0
+        self._next_s = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Handle an error."""
+        if not str(context.get("message", "")).startswith("socket.accept() out of system resource"):
+            loop.default_exception_handler(context)
+            return
+        self._num_failed += 1
+        if self._clock() >= self._next_s:
+            self._next_s = self._clock() + _LOG_INTERVAL_S
+            why = context.get("exception")
+            logger.error("connections cannot be accepted: %s; failed attempts so far: %d", why, self._num_failed)
