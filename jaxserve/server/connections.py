@@ -18,7 +18,7 @@ class TransferLimits(NamedTuple):
 
     Attributes:
         stall_s: Seconds that a client may take for the next bytes, of its request or in reading the response; 0: any.
-        bytes_per_s: Fewest bytes a second, on average, once those seconds are over.
+        bytes_per_s: Fewest bytes per second, on average, once those seconds are over.
     """
 
     stall_s: float

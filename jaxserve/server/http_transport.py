@@ -22,7 +22,7 @@ class WatchedTransport:
 
     Args:
         transport: The wrapped transport.
-        limits: Seconds without a received byte, and the fewest bytes a second that the client receives in that time
+        limits: Seconds without a received byte, and the fewest bytes per second that the client receives in that time
             while more wait.
         loop: The event loop.
     """
