@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
+FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+"""What a client gets whose connection is one too many."""
 _LOG_INTERVAL_S = 60.0
 
 
