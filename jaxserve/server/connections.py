@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
+FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+"""What a client gets whose connection is one too many."""
 _LOG_INTERVAL_S = 60.0
 
 
@@ -18,7 +20,7 @@ class TransferLimits(NamedTuple):
 
     Attributes:
         stall_s: Seconds that a client may take for the next bytes, of its request or in reading the response; 0: any.
-        bytes_per_s: Fewest bytes a second, on average, once those seconds are over.
+        bytes_per_s: Fewest bytes per second, on average, once those seconds are over.
     """
 
     stall_s: float

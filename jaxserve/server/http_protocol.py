@@ -17,7 +17,7 @@ import httptools
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from jaxserve.server.connections import ConnectionLimits, TransferLimits
+from jaxserve.server.connections import FULL_RESPONSE, ConnectionLimits, TransferLimits
 from jaxserve.server.http_api.responses import error_object, json_text
 from jaxserve.server.http_transport import WatchedTransport
 
@@ -30,7 +30,6 @@ _LINGER_S = 30.0
 _MAX_QUEUED = 16
 _SLICE_BYTES = {"head": 512, "body": 4096}
 """Bytes that are parsed at once: the shortest request has 28."""
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 _MAX_SHOWN = 200
 _HOST = re.compile(rb"[\w.~!$&'()*+,;=%:\[\]-]*")  # RFC 3986: a host's name or address, and a port
 
@@ -123,7 +122,7 @@ class HttpProtocol(HttpToolsProtocol):
         address = str(peer[0]) if isinstance(peer, tuple) and peer else ""
         if self._connections is not None and not self._connections.enter(address):
             logger.info("refusing a connection of %s: too many", address or "a Unix socket")
-            transport.write(_FULL)
+            transport.write(FULL_RESPONSE)
             transport.close()
             return
         self._address = address

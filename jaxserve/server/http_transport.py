@@ -22,7 +22,7 @@ class WatchedTransport:
 
     Args:
         transport: The wrapped transport.
-        limits: Seconds without a received byte, and the fewest bytes a second that the client receives in that time
+        limits: Seconds without a received byte, and the fewest bytes per second that the client receives in that time
             while more wait.
         loop: The event loop.
     """
@@ -30,12 +30,13 @@ class WatchedTransport:
     def __init__(self, transport: asyncio.Transport, limits: TransferLimits, loop: asyncio.AbstractEventLoop):
         self._transport = transport
         self._limit_s = limits.stall_s
-        self._least = max(limits.bytes_per_s * limits.stall_s, 1.0)
+        self._least = max(2 * limits.bytes_per_s * limits.stall_s, 1.0)  # of two such periods
         self._loop = loop
         self._handle: asyncio.TimerHandle | None = None
         self._num_written = 0
         self._num_taken = 0
-        self._since_s = 0.0
+        self._since_s = self._progress_s = 0.0
+        self._num_latest = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -45,7 +46,8 @@ class WatchedTransport:
         self._num_written += len(data)
         self._transport.write(data)
         if self._handle is None and self._limit_s and self._num_buffered():
-            self._num_taken, self._since_s = self._count_taken(), self._loop.time()
+            self._num_taken = self._num_latest = self._count_taken()
+            self._since_s = self._progress_s = self._loop.time()
             self._look_later()
 
     def close(self) -> None:
@@ -74,12 +76,16 @@ class WatchedTransport:
             return
         num_taken, now_s = self._count_taken(), self._loop.time()
         num_new = num_taken - self._num_taken
+        if num_taken > self._num_latest:
+            self._num_latest, self._progress_s = num_taken, now_s
         if num_new >= self._least:
             self._since_s, self._num_taken = now_s, num_taken
-        elif now_s - self._since_s >= self._limit_s:
+        has_stalled = now_s - self._progress_s >= self._limit_s
+        if has_stalled or now_s - self._since_s >= 2 * self._limit_s:
             client = self._transport.get_extra_info("peername")
-            shown = f"only {num_new} bytes" if num_new > 0 else "nothing"
-            logger.info("the client %s received %s for %g s: closing the connection", client, shown, self._limit_s)
+            shown = "nothing" if has_stalled else f"only {num_new} bytes"
+            limit_s = self._limit_s if has_stalled else 2 * self._limit_s
+            logger.info("the client %s received %s for %g s: closing the connection", client, shown, limit_s)
             self.abort()
             return
         self._look_later()

@@ -131,7 +131,7 @@ class ServerConfig:
         stall_timeout: Seconds after which a client is disconnected that neither sends the rest of its request nor reads
             the response; 0: never.
         body_timeout: Seconds in which the whole body of an HTTP request must have arrived; 0: no limit.
-        min_transfer_rate: Fewest bytes a second, on average after ``stall_timeout``, at which a client must send the
+        min_transfer_rate: Fewest bytes per second, on average after ``stall_timeout``, at which a client must send the
             body of an HTTP request and read a response that waits; 0: no limit.
         keepalive_timeout: Seconds after which an idle HTTP connection is closed.
         grpc_keepalive_time: Seconds between pings on an idle gRPC connection.

@@ -167,7 +167,7 @@ class Endpoint:
             if not config.stall_timeout or loop.time() - latest_s < config.stall_timeout:
                 message = (
                     f"the body arrived too slowly: {len(raw)} bytes in {loop.time() - begin_s:.3g} s; limits: "
-                    f"{config.body_timeout:g} s (body_timeout), {config.min_transfer_rate} bytes a second "
+                    f"{config.body_timeout:g} s (body_timeout), {config.min_transfer_rate} bytes per second "
                     "(min_transfer_rate)"
                 )
             raise HTTPException(408, message, {"Connection": "close"}) from None

@@ -112,7 +112,7 @@ def test_connections_beyond_the_limit_are_told_to_retry() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"stall_timeout": 0.2, "min_transfer_rate": 100_000}, "100000 bytes a second (min_transfer_rate)"),
+        ({"stall_timeout": 0.2, "min_transfer_rate": 100_000}, "100000 bytes per second (min_transfer_rate)"),
         ({"stall_timeout": 60.0, "body_timeout": 0.2}, "limits: 0.2 s (body_timeout)"),
         ({"stall_timeout": 0.0, "body_timeout": 0.2}, "limits: 0.2 s (body_timeout)"),
     ],
