@@ -25,6 +25,8 @@ NOT_RUN = {
     "bash scripts/test.sh": "runs these tests",
     "jaxserve serve": "the requests of these pages run against such a server",
     "jaxserve bench serve": "runs against the server below",
+    "jaxserve launch": "tests/jaxserve/group and tests/faults/test_group.py start groups",
+    "head -c 32 /dev/urandom": "would leave a secret in the repository",
 }
 """Beginnings of commands that this file does not run, and why."""
 
@@ -39,7 +41,8 @@ def examples(language: str, *, of_server: bool) -> list[str]:
 def commands(*, of_server: bool) -> list[str]:
     """Command lines of the pages, without comments."""
     lines = "".join(examples("bash", of_server=of_server)).replace("\\\n", " ").splitlines()
-    return list(dict.fromkeys(re.sub(r"\s+", " ", re.sub(r"\s#.*", "", line)).strip() for line in lines))
+    lines = [re.sub(r"\s+", " ", re.sub(r"\s#.*", "", line)).strip() for line in lines]
+    return list(dict.fromkeys(filter(None, lines)))
 
 
 def is_run(command: str) -> bool:
