@@ -13,6 +13,7 @@ from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.text.chat import render_chat
 from jaxserve.text.chat_prompt import chat_prompt
 from jaxserve.text.generation_prompt import count_generation_tokens, find_generation_prompt
+from jaxserve.text.render_pool import RenderPool
 from jaxserve.text.tokenizer import Tokenizer
 from tests.jaxserve.test_chat import CONVERSATION, SPECIAL
 
@@ -58,12 +59,13 @@ def test_the_next_turn_repeats_a_prompt_up_to_its_end(is_thinking: bool, expecte
 def test_sequences_know_the_tokens_that_begin_their_answers(tiny_tokenizers: dict[str, Tokenizer]) -> None:
     tokenizer = tiny_tokenizers["byte-fallback"]
     conversation = [{"role": "user", "content": "hello"}]
-    limits = ModelLimits(max_model_len=99, vocab_size=400, eos_token_ids=())
+    limits, renderer = ModelLimits(max_model_len=99, vocab_size=400, eos_token_ids=()), RenderPool()
     for is_found, expected in ((True, 1), (False, -1)):
-        request = chat_prompt(tokenizer, conversation, SamplingParams(), finds_generation_prompt=is_found)
+        request = chat_prompt(tokenizer, renderer, conversation, SamplingParams(), finds_generation_prompt=is_found)
         assert request.generation_prompt == ("<|assistant|>" if is_found else None)
         state = Admission(limits, tokenizer, None).admit(request, default_seed=0, arrival_s=0.0)
         assert state.samples[0].sequence.num_generation_tokens == expected
+    renderer.close()
 
 
 def test_tokens_across_the_end_begin_the_answer_too(tiny_tokenizers: dict[str, Tokenizer]) -> None:
