@@ -23,7 +23,7 @@ METHODS = (
 )
 """Ways to quantize float weights while they are loaded: those of ``checkpoints.quantized.on_load``, which a front end
 does not import."""
-SHORT_NAMES: Mapping[str, str] = MappingProxyType({"int8": "int8_w8a8", "fp8": "fp8_per_tensor"})
+SHORT_NAMES: Mapping[str, str] = MappingProxyType({"fp8": "fp8_per_tensor", "int8": "int8_w8a8"})
 PARTS = ("linear", "moe", "head")
 """What is quantized while it is loaded, each in a way of its own."""
 RULES = (*PARTS, "targets", "ignore")

@@ -33,8 +33,8 @@ def audit(protocol: str, method: str, caller: str, result: str, **details: str |
         return
     fields = {"protocol": protocol, "method": method, "caller": caller, "result": result}
     fields |= {name: value for name, value in details.items() if value is not None}
-    time = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    logger.info(json.dumps({"time": time, **{name: value[:_MAX_TEXT] for name, value in fields.items()}}))
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    logger.info(json.dumps({"time": created, **{name: value[:_MAX_TEXT] for name, value in fields.items()}}))
 
 
 @contextlib.contextmanager

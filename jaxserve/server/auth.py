@@ -100,6 +100,7 @@ class Authenticator:
 
     def _read(self) -> list[tuple[bytes, Caller]]:
         config, callers = self._config, list[tuple[bytes, Caller]]()
+        self._started_s = time.time() - time.monotonic()
         default = frozenset(("generate", "metrics"))
         for number, key in enumerate(config.api_key or (), 1):
             tenant = None if config.share_prefix_cache else f"key-{number}"
@@ -130,7 +131,12 @@ class Authenticator:
     @property
     def expired(self) -> frozenset[str]:
         """Names of callers whose keys have expired."""
-        return frozenset(caller.name for _, caller in self._callers if _has_expired(caller))
+        return frozenset(caller.name for _, caller in self._callers if self._has_expired(caller))
+
+    def _has_expired(self, caller: Caller) -> bool:
+        """Whether a key has expired, by the time of day when keys were read and what has passed since: later jumps of
+        the clock end no key."""
+        return caller.expires_s is not None and self._started_s + time.monotonic() >= caller.expires_s
 
     def caller(self, authorization: str | None) -> Caller:
         """Return the caller that an ``Authorization`` header names.
@@ -151,7 +157,7 @@ class Authenticator:
                 found = caller
         if found is None:
             raise UnauthenticatedError("unknown API key")
-        if _has_expired(found):
+        if self._has_expired(found):
             raise UnauthenticatedError("the API key has expired")
         return found
 
@@ -159,10 +165,6 @@ class Authenticator:
     def callers(self) -> list[Caller]:
         """All known callers."""
         return [caller for _, caller in self._callers] if self._anonymous is None else [self._anonymous]
-
-
-def _has_expired(caller: Caller) -> bool:
-    return caller.expires_s is not None and time.time() >= caller.expires_s
 
 
 def _digest(key: str) -> bytes:

@@ -87,7 +87,9 @@ class ServerLife:
                     return EXIT_ENGINE_DEAD if self._has_lost_http else 0
                 self._open()
                 try:
-                    print(f"jaxserve ready: {addresses}", flush=True)  # which may fail: the engine ends all the same
+                    # May fail: the engine ends all the same. With its line end in one piece, no line of the log can
+                    # come between where both go to one terminal.
+                    print(f"jaxserve ready: {addresses}\n", end="", flush=True)
                     status = await self._serve_until_end()
                     return EXIT_ENGINE_DEAD if self._has_lost_http else status
                 finally:

@@ -46,7 +46,7 @@ def test_swapped_nibbles(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_nibbles_of_awq_in_plain_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(awq, "_NIBBLE_OF_COLUMN", tuple(range(8)))
+    monkeypatch.setattr(awq, "_PLACES", tuple(range(8)))
     with pytest.raises(AssertionError):
         compare_weights("awq", tmp_path)
 

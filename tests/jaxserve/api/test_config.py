@@ -134,11 +134,11 @@ WRONG = [
     ({"speculative_config": "ngram"}, "speculative_config: expected dict, got 'ngram'"),
     (
         {"speculative_config": {}},
-        "speculative_config.method: expected one of grammar, ngram, suffix, draft_model, eagle, eagle3, mtp, got None",
+        "speculative_config.method: expected one of grammar, ngram, suffix, draft_model, eagle, eagle3, dflash, mtp, got None",
     ),
     (
         {"speculative_config": {"method": "eagle9"}},
-        "speculative_config.method: expected one of grammar, .*, draft_model, eagle, eagle3, mtp, got 'eagle9'",
+        "speculative_config.method: expected one of grammar, .*, draft_model, eagle, eagle3, dflash, mtp, got 'eagle9'",
     ),
     ({"speculative_config": {"method": ["ngram"]}}, r"speculative_config.method: .*got \['ngram'\]"),
     (

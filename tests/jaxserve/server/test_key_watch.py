@@ -161,7 +161,11 @@ def test_use_is_limited_and_measured_by_key(tmp_path: Path) -> None:
 
 def test_clocks_of_expiry_are_of_the_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server, _, _ = watched(tmp_path, {"name": "a", "expires": "2030-01-31T12:00:00Z"})
-    monkeypatch.setattr(time, "time", lambda: 1896091199.0)
-    assert status(server, "a") == 200
-    monkeypatch.setattr(time, "time", lambda: 1896091200.0)
+    """As they were when keys were read: a clock that jumps ends no key, until the file is read again."""
+    day = 1896091200.0
+    for now, found in ((day - 60, 200), (day, 401)):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        server.frontend.authenticator.reload()
+        assert status(server, "a") == found
+    monkeypatch.setattr(time, "time", lambda: day - 60)
     assert status(server, "a") == 401
