@@ -29,6 +29,42 @@ class SlowCases(NamedTuple):
 
 SLOW_CASES = (
     SlowCases(
+        "jaxserve/test_families.py",
+        "test_greedy_tokens_equal_those_of_transformers",
+        "glm4-moe-tp2-experts2-gather|(laguna|phimoe|minimax-m2|cohere2-moe|opt|gpt-bigcode)-tp2",
+        "the same rows' module against transformers; the other families with experts on two devices",
+    ),
+    SlowCases(
+        "jaxserve/test_hybrids.py",
+        "test_greedy_tokens_equal_those_of_transformers",
+        "(qwen3-5-moe|lfm2)-pp2|(qwen3-next|falcon-h1|mamba2|qwen3-5-vision)-tp2|lfm2-moe-ep2|(bamba|nemotron-h)-tp4",
+        "the same rows' module against transformers; another row here with the same recurrent layer",
+    ),
+    SlowCases(
+        "jaxserve/test_hybrids.py",
+        "test_rejected_drafts_leave_no_trace",
+        "0.7-qwen3-5-tp1",
+        "the same with drafts that are always wrong",
+    ),
+    SlowCases(
+        "jaxserve/test_stored_weights.py",
+        "test_experts",
+        "awq-settings1",
+        "the same experts on one device",
+    ),
+    SlowCases(
+        "pallas_kernels/test_kernels.py",
+        "test_matches_reference",
+        "(mamba2|delta_net)-(native|xla|pallas-interpret)-(odd_heads|shorter_than_taps|ragged_bf16|without_norm|limits)",
+        "the other cases of these kernels; test_broken_recurrent_kernels.py",
+    ),
+    SlowCases(
+        "faults/test_lives.py",
+        "test_an_engine_that_does_not_get_ready_is_ended_with_its_stacks",
+        "restart",
+        "the same without a restart",
+    ),
+    SlowCases(
         "jaxserve/test_models.py",
         "test_greedy_tokens_equal_those_of_transformers",
         "llama-(linear|yarn|llama3)-tp1|llama-mqa-bias-tied-tp4|mistral-tp2|gpt-neox-serial-tp2|gpt2-bare-names-tp1"

@@ -100,6 +100,7 @@ def test_during_the_drain_delay_requests_are_taken_and_connections_closed() -> N
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_revoked_key_ends_its_streams_alone(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("[{name: old, key: old}, {name: kept, key: kept}]")

@@ -225,7 +225,10 @@ def test_operands_that_do_not_go_together_are_errors():
     "form, reason",
     [
         (op.FP8_BLOCK._replace(activations="row"), "activations that are rounded to int8 need integer codes"),
-        (op.NF4._replace(activations="group"), "activations that are rounded to int8 need codes whose values, or these"),
+        (
+            op.NF4._replace(activations="group"),
+            "activations that are rounded to int8 need codes whose values, or these",
+        ),
         (op.AWQ._replace(zeros="int32"), "scales, zeros, biases and factors must be .*, not int32"),
         (op.AWQ._replace(zero=20, activations="row"), "the zero of uint4 codes must be 0 to 15, not 20"),
     ],
