@@ -134,7 +134,7 @@ WRONG = [
     ({"speculative_config": "ngram"}, "speculative_config: expected dict, got 'ngram'"),
     (
         {"speculative_config": {}},
-        "speculative_config.method: expected one of grammar, ngram, .*, draft_model, eagle, eagle3, dflash, mtp, got None",
+        "speculative_config.method: expected one of grammar, .*, eagle3, dflash, mtp, got None",
     ),
     (
         {"speculative_config": {"method": "eagle9"}},
