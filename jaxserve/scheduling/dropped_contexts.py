@@ -2,7 +2,7 @@
 
 import collections
 
-_MOST = 1 << 15
+_MOST = 1 << 12
 
 
 class DroppedContexts:
@@ -14,13 +14,13 @@ class DroppedContexts:
 
     def __init__(self, most: int = _MOST):
         self._most = most
-        self._order: collections.deque[tuple[bytes, bytes]] = collections.deque()
-        self._contents: dict[bytes, collections.Counter[bytes]] = {}
+        self._order: collections.deque[bytes] = collections.deque()
+        self._contents: dict[bytes, tuple[bytes, ...]] = {}  # tuples of bytes cost the garbage collector nothing
 
     def add(self, key: bytes, content: bytes = b"") -> None:
         """Remember a context, and forget the oldest one if there are too many."""
-        self._order.append((key, content))
-        self._contents.setdefault(key, collections.Counter())[content] += 1
+        self._order.append(key)
+        self._contents[key] = (*self._contents.get(key, ()), content)
         if len(self._order) > self._most:
             self._forget_oldest()
 
@@ -34,10 +34,7 @@ class DroppedContexts:
         self._contents.clear()
 
     def _forget_oldest(self) -> None:
-        key, content = self._order.popleft()
-        left = self._contents[key]
-        left[content] -= 1
-        if not left[content]:
-            del left[content]
-        if not left:
-            del self._contents[key]
+        key = self._order.popleft()
+        _, *left = self._contents.pop(key)
+        if left:
+            self._contents[key] = tuple(left)
