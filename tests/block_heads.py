@@ -1,28 +1,20 @@
 """Random DFlash heads on disk, and what they draft, read from the files with NumPy alone."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.draft_heads import norm
+from tests.draft_heads import Tensors, attention, below, mlp, norm, rotate
+from tests.head_pairs import MASK
+from tests.random_checkpoint import LLAMA
 
-Tensors = Mapping[str, np.ndarray]
-MASK = 17
 HEAD: dict[str, Any] = {
+    **LLAMA,
     "architectures": ["DFlashDraftModel"],
     "vocab_size": 360,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "rope_theta": 10000.0,
     "rms_norm_eps": 1e-6,
     "block_size": 4,
     "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 3, 5]},
@@ -63,35 +55,24 @@ def block_hidden(
 ) -> np.ndarray:
     """Normalized outputs for the embeddings of a block after a context, whose hidden states in the target are given."""
     context = norm(aux @ tensors["fc.weight"].T, tensors["hidden_norm.weight"], 1e-6)
-    heads, head_dim, num_context = config["num_attention_heads"], config["head_dim"], len(aux)
+    head_dim, num_context = config["head_dim"], len(aux)
     positions, x = np.arange(num_context + len(block)), block
     for index in range(config["num_hidden_layers"]):
-        weight = {k.removeprefix(f"layers.{index}."): t for k, t in tensors.items() if k.startswith(f"layers.{index}.")}
+        weight = below(tensors, f"layers.{index}.")
         normed = norm(x, weight["input_layernorm.weight"], 1e-6)
         both = np.concatenate([context, normed])
         query = _heads(normed, weight, "q", head_dim, positions[num_context:])
         key = _heads(both, weight, "k", head_dim, positions)
         value = (both @ weight["self_attn.v_proj.weight"].T).reshape(len(both), -1, head_dim)
-        group = heads // key.shape[1]
+        group = query.shape[1] // key.shape[1]
         key, value = np.repeat(key, group, 1), np.repeat(value, group, 1)
-        scores = np.einsum("tnh,snh->nts", query, key) * head_dim**-0.5
-        if causal:
-            scores = np.where(positions <= positions[num_context:, None], scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        attended = np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), value)
+        attended = attention(query, key, value, head_dim**-0.5, causal=causal)
         x = x + attended.reshape(len(x), -1) @ weight["self_attn.o_proj.weight"].T
-        normed = norm(x, weight["post_attention_layernorm.weight"], 1e-6)
-        gate, up = (normed @ weight[f"mlp.{part}_proj.weight"].T for part in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ weight["mlp.down_proj.weight"].T
+        x = x + mlp(norm(x, weight["post_attention_layernorm.weight"], 1e-6), weight, "mlp.")
     return norm(x, tensors["norm.weight"], 1e-6)
 
 
 def _heads(x: np.ndarray, weight: Tensors, part: str, head_dim: int, positions: np.ndarray) -> np.ndarray:
     """Queries or keys, each head normalized and rotated."""
     found = (x @ weight[f"self_attn.{part}_proj.weight"].T).reshape(len(x), -1, head_dim)
-    found = norm(found, weight[f"self_attn.{part}_norm.weight"], 1e-6)
-    half = head_dim // 2
-    angles = positions[:, None, None] * 10000.0 ** (-np.arange(half) / half)
-    one, other = found[..., :half], found[..., half:]
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([one * cos - other * sin, other * cos + one * sin], -1)
+    return rotate(norm(found, weight[f"self_attn.{part}_norm.weight"], 1e-6), positions, halves=True)

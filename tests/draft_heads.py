@@ -188,7 +188,7 @@ def eagle3_hidden(
     positions, x = first + np.arange(len(states)), states
     for index in range(layer["num_hidden_layers"]):
         name = f"layers.{index}" if index else name
-        weight = _below(tensors, f"{name}.")
+        weight = below(tensors, f"{name}.")
         if index == 0:
             normed = norm(x, weight["hidden_norm.weight"], 1e-5)
             x = normed if config.get("norm_before_residual") else x
@@ -196,7 +196,7 @@ def eagle3_hidden(
         else:
             inner = norm(x, weight["input_layernorm.weight"], 1e-5)
         x = x + _grouped_attention(inner, weight, size, positions)
-        x = x + _mlp(norm(x, weight["post_attention_layernorm.weight"], 1e-5), weight, "mlp.")
+        x = x + mlp(norm(x, weight["post_attention_layernorm.weight"], 1e-5), weight, "mlp.")
     return x
 
 
@@ -207,7 +207,7 @@ def eagle_hidden(
     weight = {name.removeprefix("layers.0."): tensor for name, tensor in tensors.items()}
     x = np.concatenate([embedded, states], 1) @ tensors["fc.weight"].T + tensors.get("fc.bias", 0)
     x = x + _grouped_attention(x, weight, config["head_dim"], first + np.arange(len(x)))
-    return x + _mlp(norm(x, weight["post_attention_layernorm.weight"], 1e-5), weight, "mlp.")
+    return x + mlp(norm(x, weight["post_attention_layernorm.weight"], 1e-5), weight, "mlp.")
 
 
 def eagle3_fed_back(tensors: Tensors, config: dict[str, Any], hidden: np.ndarray) -> np.ndarray:
@@ -227,12 +227,12 @@ def mtp_hidden(
     tensors: Tensors, config: dict[str, Any], embedded: np.ndarray, states: np.ndarray, first: int
 ) -> np.ndarray:
     """Output of the MTP layer of a DeepSeek-V3 for tokens at positions from ``first`` on; experts sit in groups."""
-    weight = _below(tensors, f"model.layers.{config['num_hidden_layers']}.")
+    weight = below(tensors, f"model.layers.{config['num_hidden_layers']}.")
     parts = [norm(embedded, weight["enorm.weight"], 1e-6), norm(states, weight["hnorm.weight"], 1e-6)]
     x, positions = np.concatenate(parts, 1) @ weight["eh_proj.weight"].T, first + np.arange(len(states))
     x = x + _latent_attention(norm(x, weight["input_layernorm.weight"], 1e-6), weight, config, positions)
     y = norm(x, weight["post_attention_layernorm.weight"], 1e-6)
-    return x + (_experts(y, weight, config) if "mlp.gate.weight" in weight else _mlp(y, weight, "mlp."))
+    return x + (_experts(y, weight, config) if "mlp.gate.weight" in weight else mlp(y, weight, "mlp."))
 
 
 def llama_states(tensors: Tensors, head_dim: int, tokens: np.ndarray) -> list[np.ndarray]:
@@ -259,13 +259,13 @@ def _layers(
     tensors: Tensors, tokens: np.ndarray, attend: Callable[[np.ndarray, Tensors], np.ndarray], eps: float
 ) -> list[np.ndarray]:
     states = [tensors["model.embed_tokens.weight"][tokens]]
-    while weight := _below(tensors, f"model.layers.{len(states) - 1}."):
+    while weight := below(tensors, f"model.layers.{len(states) - 1}."):
         x = states[-1] + attend(norm(states[-1], weight["input_layernorm.weight"], eps), weight)
-        states.append(x + _mlp(norm(x, weight["post_attention_layernorm.weight"], eps), weight, "mlp."))
+        states.append(x + mlp(norm(x, weight["post_attention_layernorm.weight"], eps), weight, "mlp."))
     return states
 
 
-def _below(tensors: Tensors, name: str) -> Tensors:
+def below(tensors: Tensors, name: str) -> Tensors:
     """The tensors of a module, with names within it."""
     return {key.removeprefix(name): tensor for key, tensor in tensors.items() if key.startswith(name)}
 
@@ -273,9 +273,9 @@ def _below(tensors: Tensors, name: str) -> Tensors:
 def _grouped_attention(x: np.ndarray, weight: Tensors, head_dim: int, positions: np.ndarray) -> np.ndarray:
     parts = ((x @ weight[f"self_attn.{part}_proj.weight"].T).reshape(len(x), -1, head_dim) for part in "qkv")
     query, key, value = parts
-    query, key = _rotate(query, positions, halves=True), _rotate(key, positions, halves=True)
+    query, key = rotate(query, positions, halves=True), rotate(key, positions, halves=True)
     group = query.shape[1] // key.shape[1]
-    attended = _attend(query, np.repeat(key, group, 1), np.repeat(value, group, 1), head_dim**-0.5)
+    attended = attention(query, np.repeat(key, group, 1), np.repeat(value, group, 1), head_dim**-0.5)
     return attended.reshape(len(x), -1) @ weight["self_attn.o_proj.weight"].T
 
 
@@ -284,20 +284,20 @@ def _latent_attention(x: np.ndarray, weight: Tensors, config: dict[str, Any], po
     weight = {key.removeprefix("self_attn."): tensor for key, tensor in weight.items()}
     query = norm(x @ weight["q_a_proj.weight"].T, weight["q_a_layernorm.weight"], 1e-6) @ weight["q_b_proj.weight"].T
     query = query.reshape(len(x), heads, -1)
-    query = np.concatenate([query[..., :plain], _rotate(query[..., plain:], positions)], -1)
+    query = np.concatenate([query[..., :plain], rotate(query[..., plain:], positions)], -1)
     down = x @ weight["kv_a_proj_with_mqa.weight"].T
     latent = norm(down[:, :rank], weight["kv_a_layernorm.weight"], 1e-6)
     up = (latent @ weight["kv_b_proj.weight"].T).reshape(len(x), heads, -1)
-    rotated = np.repeat(_rotate(down[:, None, rank:], positions), heads, 1)
+    rotated = np.repeat(rotate(down[:, None, rank:], positions), heads, 1)
     key = np.concatenate([up[..., :plain], rotated], -1)
-    attended = _attend(query, key, up[..., plain:], key.shape[-1] ** -0.5)
+    attended = attention(query, key, up[..., plain:], key.shape[-1] ** -0.5)
     return attended.reshape(len(x), -1) @ weight["o_proj.weight"].T
 
 
 def _experts(x: np.ndarray, weight: Tensors, config: dict[str, Any]) -> np.ndarray:
     scores = 1 / (1 + np.exp(-(x @ weight["mlp.gate.weight"].T)))
     corrected = scores + weight["mlp.gate.e_score_correction_bias"]
-    result = _mlp(x, weight, "mlp.shared_experts.")
+    result = mlp(x, weight, "mlp.shared_experts.")
     for row in range(len(x)):
         groups = corrected[row].reshape(config["n_group"], -1)
         best = np.argsort(-np.sort(groups, 1)[:, -2:].sum(1))[: config["topk_group"]]
@@ -305,7 +305,7 @@ def _experts(x: np.ndarray, weight: Tensors, config: dict[str, Any]) -> np.ndarr
         chosen = np.argsort(-np.where(allowed, corrected[row], -np.inf))[: config["num_experts_per_tok"]]
         shares = scores[row, chosen] / scores[row, chosen].sum() * 2.5
         for expert, share in zip(chosen, shares, strict=True):
-            result[row] += share * _mlp(x[row : row + 1], weight, f"mlp.experts.{expert}.")[0]
+            result[row] += share * mlp(x[row : row + 1], weight, f"mlp.experts.{expert}.")[0]
     return result
 
 
@@ -320,7 +320,7 @@ def norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
-def _rotate(x: np.ndarray, positions: np.ndarray, *, halves: bool = False) -> np.ndarray:
+def rotate(x: np.ndarray, positions: np.ndarray, *, halves: bool = False) -> np.ndarray:
     """Rotates pairs of features: (i, i + half), or neighbours."""
     half = x.shape[-1] // 2
     angles = positions[:, None, None] * 10000.0 ** (-np.arange(half) / half)
@@ -330,13 +330,17 @@ def _rotate(x: np.ndarray, positions: np.ndarray, *, halves: bool = False) -> np
     return np.concatenate(rotated, -1) if halves else np.stack(rotated, -1).reshape(x.shape)
 
 
-def _attend(query: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float) -> np.ndarray:
+def attention(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, scale: float, *, causal: bool = True
+) -> np.ndarray:
+    """Attention of the last tokens to all, or to those up to their own."""
     scores = np.einsum("tnh,snh->nts", query, key) * scale
-    scores = np.where(np.tri(len(query), dtype=bool), scores, -np.inf)
+    if causal:
+        scores = np.where(np.tri(len(query), len(key), len(key) - len(query), dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), value)
 
 
-def _mlp(x: np.ndarray, weight: Tensors, name: str) -> np.ndarray:
+def mlp(x: np.ndarray, weight: Tensors, name: str) -> np.ndarray:
     gate, up = (x @ weight[f"{name}{part}_proj.weight"].T for part in ("gate", "up"))
     return (gate / (1 + np.exp(-gate)) * up) @ weight[f"{name}down_proj.weight"].T

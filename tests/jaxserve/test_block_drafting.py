@@ -1,104 +1,55 @@
 """DFlash heads, end to end: the answers of the model alone, and the drafts that NumPy reads from the files."""
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.api.errors import ConfigError
-from jaxserve.api.metric_types import Counter
-from jaxserve.device.runner import LocalRunner
-from jaxserve.device.step_batch import LatestTokens
-from jaxserve.layers.attention import AttentionSettings, choose_attention
-from jaxserve.layers.kv_layout import attended
-from jaxserve.models.causal_lm import CausalLM, TokenBatch
+from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.drafters.dflash_config import read_dflash
 from jaxserve.models.loading import load_model, read_model_config
 from jaxserve.scheduling.draft_passes import DraftPasses
-from pallas_kernels import AttentionBatch
 from tests.block_heads import HEAD, MASK, block_hidden, write_dflash
+from tests.head_pairs import (
+    NUM_DRAFTS,
+    PROMPTS,
+    SAMPLED,
+    SETTINGS,
+    VOCAB,
+    Pair,
+    latest_tokens,
+    padded,
+    pools_of,
+    row_of,
+)
 from tests.random_checkpoint import LLAMA, write_checkpoint, write_tokenizer
-
-SETTINGS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_num_seqs": 4,
-    "block_size": 8,
-    "max_num_batched_tokens": 48,
-    "num_gpu_blocks_override": 80,
-    "compilation_cache_dir": "",
-}
-LONGEST, NUM_DRAFTS = 64, 3
-PROMPTS = [{"prompt_token_ids": [*range(3, 3 + length)]} for length in (8, 10, 16, 25)]
-"""More than a step holds, so that one is computed in chunks; some end with a page that others go on from."""
-SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
-
-
-class Pair:
-    """A model with a head, the answers of the model alone, and an engine with the head."""
-
-    def __init__(self, directory: Path):
-        self.model, self.head = directory / "model", directory / "head"
-        self.model.mkdir()
-        write_checkpoint(self.model, {**LLAMA, "num_hidden_layers": 8, "vocab_size": 360}, 0)
-        write_tokenizer(self.model)
-        self.tensors = write_dflash(self.head, HEAD)
-        with LLM(str(self.model), **SETTINGS) as alone:
-            self.greedy, self.sampled = (self.answers(alone, **options) for options in ({"temperature": 0.0}, SAMPLED))
-        number = {"num_speculative_tokens": NUM_DRAFTS, "enable_adaptive_verification": False}
-        self.speculation = {"method": "dflash", "model": str(self.head), **number}
-        self.llm = LLM(str(self.model), **SETTINGS, speculative_config=self.speculation)
-
-    @staticmethod
-    def answers(llm: LLM, **options: Any) -> list[list[int]]:
-        """Tokens of each prompt's completion."""
-        params = SamplingParams(max_tokens=40, ignore_eos=True, **options)
-        return [list(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, params, use_tqdm=False)]
-
-    def counts(self) -> np.ndarray:
-        """Drafts and accepted drafts so far."""
-        found = {each.name: each for each in self.llm.get_metrics()}
-        names = ("num_draft_tokens", "num_accepted_tokens")
-        counters = [found[f"jaxserve:spec_decode_{name}"] for name in names]
-        return np.array([each.value for each in counters if isinstance(each, Counter)])
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    made = Pair(tmp_path_factory.mktemp("dflash"))
+    directory = tmp_path_factory.mktemp("dflash")
+    model, head = directory / "model", directory / "head"
+    model.mkdir()
+    write_checkpoint(model, {**LLAMA, "num_hidden_layers": 8, "vocab_size": VOCAB}, 0)
+    write_tokenizer(model)
+    write_dflash(head, HEAD)
+    made = Pair("dflash", model, head, start=model)
     with made.llm:
         yield made
 
 
-def latest_tokens(llm: LLM) -> LatestTokens:
-    """What the device has of each slot."""
-    runner = llm.engine.replicas[0].runner
-    assert isinstance(runner, LocalRunner)
-    return runner._stages[-1].state.latest
-
-
 def outputs_of_layers(target: CausalLM, tokens: list[int]) -> np.ndarray:
     """Outputs of the target's layers that the head was trained on, for each token."""
-    padded, positions, zero = np.zeros(LONGEST, np.int32), jnp.arange(LONGEST), jnp.zeros(1, jnp.int32)
-    padded[: len(tokens)] = tokens
-    length, pages = jnp.array([LONGEST]), jnp.zeros(LONGEST, jnp.int32)
-    row = AttentionBatch(zero[None], length, zero, length, jnp.int32(1), pages, positions, jnp.int32(0))
-    batch = TokenBatch(jnp.asarray(padded), positions, jnp.full(LONGEST, LONGEST), (row,))
-    seen = attended(target.kv_specs)
-    kernel = choose_attention(jax.devices()[0], "float32", "xla", seen[0].operation, page_size=LONGEST)
-    specs = (kernel.implementation.pool_specs(1, LONGEST, spec.num_kv_heads, spec.head_dim) for spec in seen)
-    pools = [tuple(jnp.zeros(array.shape) for array in arrays) for arrays in specs]
-    settings = AttentionSettings(kernel.implementation, LONGEST, decode_only=False)
+    pools, settings = pools_of(target)
     after = [each + 1 for each in HEAD["dflash_config"]["target_layer_ids"]]
-    aux = target.hidden(batch, pools, settings, aux_layers=after).aux
+    aux = target.hidden(row_of(padded(tokens)), pools, settings, aux_layers=after).aux
     assert aux is not None
     return np.asarray(aux)[: len(tokens)]
 
@@ -108,25 +59,14 @@ def offline_drafts(pair: Pair, target: CausalLM, tokens: list[int], **options: b
     whole = load_file(pair.model / "model.safetensors")
     block = whole["model.embed_tokens.weight"][[tokens[-1], *[MASK] * NUM_DRAFTS]]
     aux = outputs_of_layers(target, tokens[:-1])
-    hidden = block_hidden(pair.tensors, HEAD, aux, block, **options)
+    hidden = block_hidden(load_file(pair.head / "model.safetensors"), HEAD, aux, block, **options)
     return (hidden[1:] @ whole["lm_head.weight"].T).argmax(-1).tolist()
 
 
 def num_right_drafts(pair: Pair, num_tokens: int, **options: bool) -> int:
-    """Answer until the token after ``num_tokens``; return how many slots have the drafts of the files."""
+    """How many slots have the drafts of the files; see ``Pair``."""
     target = load_model(pair.model)
-    stops = [answer[num_tokens] for answer in pair.greedy]
-    params = [SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop_token_ids=[s]) for s in stops]
-    pair.llm.generate(PROMPTS, params, use_tqdm=False)
-    latest = latest_tokens(pair.llm)
-    assert latest.drafts is not None
-    texts = [[*prompt["prompt_token_ids"], *answer] for prompt, answer in zip(PROMPTS, pair.greedy, strict=True)]
-    found = 0
-    for slot, position in enumerate(np.asarray(latest.positions)):
-        begins = [text[: position + 1] for text in texts if text[position] == latest.token_ids[slot]]
-        expected = [offline_drafts(pair, target, begin, **options) for begin in begins]
-        found += np.asarray(latest.drafts[slot]).tolist() in expected
-    return found
+    return pair.num_right_drafts(num_tokens, lambda tokens: offline_drafts(pair, target, tokens, **options))
 
 
 def test_drafts_on_the_device_are_those_of_the_files(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +162,6 @@ def test_an_embedding_of_mask_tokens_and_a_head_of_its_own_are_used(pair: Pair, 
 def test_heads_that_do_not_fit_are_refused(pair: Pair, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     write_dflash(tmp_path, HEAD)
     (tmp_path / "config.json").write_text(json.dumps({**HEAD, **changes}))
-    target = dataclasses.replace(read_model_config(pair.model))
+    target = read_model_config(pair.model)
     with pytest.raises(ConfigError, match=message):
         read_dflash(tmp_path, target)

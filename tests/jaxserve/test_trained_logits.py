@@ -18,8 +18,9 @@ from jaxserve.models.loading import load_model
 from jaxserve.text.tokenizer import load_tokenizer
 from tests import draft_heads
 from tests.draft_heads import Tensors, load_head
+from tests.head_pairs import LONGEST
 from tests.jaxserve.test_draft_heads import assert_drafts, drafted
-from tests.jaxserve.test_head_requests import LONGEST, seen_states
+from tests.jaxserve.test_head_requests import seen_states
 
 DRAFTERS = Path(__file__).resolve().parent.parent / "demo_drafters"
 ITEMS = [item for task in tasks.TASKS for item in tasks.held_out(task, 2, seed=6)]
