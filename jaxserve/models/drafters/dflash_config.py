@@ -6,19 +6,11 @@ from typing import Final
 
 from checkpoints import open_checkpoint
 from jaxserve.layers.model_config import ModelConfig
+from jaxserve.models import qwen3
 from jaxserve.models.drafters.dflash import DFlashConfig
 from jaxserve.models.drafters.head_files import check_architecture, check_projection
 from jaxserve.models.hf_config import ConfigFields, read_config_json
-from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder, read_late_windows
 
-_DEFAULTS: Final = FamilyDefaults(
-    num_kv_heads=32,
-    head_dim=128,
-    bos_token_id=None,
-    eos_token_ids=(),
-    attention_bias=False,
-    windows=read_late_windows,
-)
 _ARCHITECTURES: Final = ("DFlashDraftModel", "DFlashQwen3ForCausalLM", "Qwen3DFlashModel")
 _OTHER_FORMS: Final = ("causal", "use_swa", "attention_sink_bias", "projector_type")
 
@@ -47,7 +39,7 @@ def read_dflash(directory: Path, target: ModelConfig, load_format: str = "auto")
 
 
 def _read(fields: ConfigFields, target: ModelConfig, tensors: Container[str]) -> DFlashConfig:
-    own, base = fields.nested("dflash_config"), read_decoder(fields, target.architecture, _DEFAULTS)
+    own, base = fields.nested("dflash_config"), qwen3.config_from_hf(fields, target.architecture)
     of_target = f"of the target ({target.architecture})"
     if base.vocab_size != target.vocab_size:
         fields.note("vocab_size", f"expected the {target.vocab_size} tokens {of_target}, got {base.vocab_size}")

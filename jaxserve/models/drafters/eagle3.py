@@ -21,7 +21,8 @@ from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.decoder import DecoderConfig, build_attention, build_layer, build_mlp, build_norm
 from jaxserve.models.drafters.draft_head import ChainHead, TokenIds
 
-_MASK_STATE: Final = "mask_hidden"
+MASK_STATE: Final = "mask_hidden"
+"""The tensor with the state before mask tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,7 @@ class Eagle3Head(ChainHead):
                 r"(.*\.)?rotary_emb\.inv_freq",
                 r"embed_tokens\.weight",
                 r"verifier_.*",
-                _MASK_STATE,
+                MASK_STATE,
             ),
         )
         width, size, eps = len(config.aux_layers) * config.target_size, config.target_size, config.norm_eps
@@ -126,7 +127,7 @@ class Eagle3Head(ChainHead):
         norms = [RMSNorm(size, eps=eps, scope=scope.at(f"fc_norm.{i}")) for i in range(len(config.aux_layers))]
         self.fc_norms = nnx.List[Any](norms if config.fc_norm else [])
         self.norm_output, self.projects_mask = config.norm_output, config.mask_size == width
-        mask = None if config.mask_size is None else whole(scope.at(_MASK_STATE).module, (1, config.mask_size))
+        mask = None if config.mask_size is None else whole(scope.at(MASK_STATE).module, (1, config.mask_size))
         self.mask_hidden = None if mask is None else matrix(mask, (None, "embed"), scope, 0)
 
     def seen_state(

@@ -12,7 +12,7 @@ from checkpoints.tensor_info import whole_index
 from jaxserve.api.errors import ConfigError
 from jaxserve.layers.model_config import ModelConfig
 from jaxserve.models.drafters.draft_head import TokenIds
-from jaxserve.models.drafters.eagle3 import Eagle3Config
+from jaxserve.models.drafters.eagle3 import MASK_STATE, Eagle3Config
 from jaxserve.models.drafters.head_files import check_architecture, check_projection
 from jaxserve.models.hf_config import ConfigFields, read_config_json
 from jaxserve.models.hf_decoder import FamilyDefaults, read_decoder
@@ -28,7 +28,6 @@ _ARCHITECTURES: Final = (
 )
 _KINDS: Final = ("eagle3", "peagle")
 _KIND: Final = "speculators_model_type"
-_MASK_STATE: Final = "mask_hidden"
 _NORMS: Final = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _AUX_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 
@@ -117,12 +116,12 @@ def _read_aux_layers(fields: ConfigFields, target: ModelConfig) -> tuple[int, ..
 def _read_mask_size(fields: ConfigFields, config: Eagle3Config, reader: CheckpointReader) -> int | None:
     """Return the features of the state before mask tokens, for a head that guesses all tokens in one pass."""
     sizes = len(config.aux_layers) * config.target_size, config.hidden_size
-    info = reader.tensors.get(_MASK_STATE)
+    info = reader.tensors.get(MASK_STATE)
     if info is not None and info.shape in [(1, size) for size in sizes]:
         return info.shape[1]
     found = "the checkpoint has no such tensor" if info is None else f"got {list(info.shape)}"
     fields.note(
-        _MASK_STATE,
+        MASK_STATE,
         f"expected a tensor of shape [1, {sizes[0]}] or [1, {sizes[1]}], {found}; a head needs it to draft all tokens "
         "in one pass (parallel_drafting)",
     )
