@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, RequestError
 from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.rendering import RenderedChat
 from jaxserve.api.request import Request
 from jaxserve.api.text_bound import check_text
 from jaxserve.api.turns import SHARED_TURN, Turn
@@ -25,7 +26,7 @@ from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.engine_queries import EngineQueries
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.output_collector import OutputCollector, aborted
-from jaxserve.server.renderers import RenderedChat, Renderers
+from jaxserve.server.renderers import Renderers
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import (
     MAX_FROM_ENGINE_BYTES,

@@ -4,26 +4,17 @@ import asyncio
 import json
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxserve.api.errors import RequestError, RequestFailedError, unforeseen
+from jaxserve.api.rendering import RenderedChat, read_response, render_processes
 from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn
-from jaxserve.child_process import ProcessPool
 from jaxserve.server.output_collector import late
 from jaxserve.server.wire import EngineInfo
 
 logger = logging.getLogger(__name__)
 
-_MODULE = "jaxserve.text.render_process"
-_MEMORY_BYTES = 512 << 20
 _MAX_PROCESSES = 4
-
-
-class RenderedChat(NamedTuple):
-    """A prompt, and the end of it that begins the answer; None if it is not known or of no use to the engine."""
-
-    text: str
-    generation_prompt: str | None
 
 
 class Renderers:
@@ -40,8 +31,7 @@ class Renderers:
         self._limit_s = limit_s
         self._content_format = content_format
         self._threads = FairThreads(_MAX_PROCESSES, "jaxserve-render")
-        setup = {"memory_bytes": _MEMORY_BYTES, "cpu_s": int(limit_s) + 1}
-        self._processes = ProcessPool(["-m", _MODULE], setup, starts_ahead=True)
+        self._processes = render_processes(limit_s, starts_ahead=True)
         self._names: dict[asyncio.Future[RenderedChat], str] = {}
         self._end: Exception | None = None
 
@@ -114,10 +104,6 @@ class Renderers:
                 raise self._end from None
             logger.exception("a conversation cannot be rendered")
             raise RequestFailedError(unforeseen(error)) from None
-        if response is None:
-            if self._end is not None:
-                raise self._end
-            raise RequestError(f"the chat template failed: not done within {self._limit_s:g} s, or out of memory")
-        if "error" in response:
-            raise RequestError(response["error"])
-        return RenderedChat(response["text"], response["generation_prompt"])
+        if response is None and self._end is not None:
+            raise self._end
+        return read_response(response, self._limit_s)

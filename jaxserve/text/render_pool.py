@@ -3,23 +3,14 @@
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxserve.api.errors import RequestError
+from jaxserve.api.rendering import RenderedChat, read_response, render_processes
 from jaxserve.child_process import ProcessPool
 from jaxserve.text.chat_templates import plain, plain_tools
 
-MODULE = "jaxserve.text.render_process"
-MEMORY_BYTES = 512 << 20
 LIMIT_S = 5.0
-
-
-class Rendered(NamedTuple):
-    """A rendered conversation."""
-
-    text: str
-    generation_prompt: str | None
-    """The end of the text that begins the next message; None if it was not looked for, or cannot be found."""
 
 
 class RenderPool:
@@ -45,7 +36,7 @@ class RenderPool:
         variables: Mapping[str, Any],
         finds_generation_prompt: bool = False,
         **options: bool,
-    ) -> Rendered:
+    ) -> RenderedChat:
         """Render one conversation; see ``jaxserve.text.chat.render_chat`` for the arguments.
 
         Values of other types than JSON's are shown to the template as those of JSON. With ``finds_generation_prompt``,
@@ -66,12 +57,7 @@ class RenderPool:
             written = json.dumps({**job, **more}).encode()
         except Exception as error:  # objects and functions of the caller can raise anything
             raise RequestError(f"the chat template failed: {error}") from error
-        response = self._started().run(written, self._limit_s)
-        if response is None:
-            raise RequestError(f"the chat template failed: not done within {self._limit_s:g} s, or out of memory")
-        if "error" in response:
-            raise RequestError(response["error"])
-        return Rendered(response["text"], response["generation_prompt"])
+        return read_response(self._started().run(written, self._limit_s), self._limit_s)
 
     def close(self) -> None:
         """End all child processes; conversations that they render fail."""
@@ -85,6 +71,5 @@ class RenderPool:
             if self._is_closed:
                 raise RequestError("the chat template cannot be rendered: the engine was shut down")
             if self._pool is None:
-                setup = {"memory_bytes": MEMORY_BYTES, "cpu_s": int(self._limit_s) + 1}
-                self._pool = ProcessPool(["-m", MODULE], setup)
+                self._pool = render_processes(self._limit_s)
             return self._pool

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from jaxserve import RequestError, SamplingParams
 from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.rendering import RenderedChat
 from jaxserve.api.request import Request
 from jaxserve.api.text_bound import TextBound, check_text
 from jaxserve.api.turns import Turn
@@ -20,7 +21,6 @@ from jaxserve.engine.admission import Admission
 from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
-from jaxserve.server.renderers import RenderedChat
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import EngineInfo, ToEngine
 from jaxserve.text.text_bounds import fast_bound
