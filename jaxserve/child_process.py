@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,13 @@ READY = "ready"
 _START_LIMIT_S = 60.0
 _KEPT = frozenset(("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"))
 _KEPT_PREFIXES = ("PYTHON", "LC_", "MALLOC_")
+
+
+def end_of(status: int | None) -> str:
+    """Return how a process has ended, from its exit status as ``subprocess`` has it, as the rest of a sentence."""
+    if status is not None and status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
 
 
 class LineProcess:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from jaxserve.api.errors import ConfigError
-from jaxserve.child_process import child_environment
+from jaxserve.child_process import child_environment, end_of
 from jaxserve.group.settings import SECRET_BYTES
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def follow(command: Sequence[str]) -> int:
         status = processes[-1].wait()
         if status in (0, _BAD_START) or num_signals:
             return _as_exit(status)
-        logger.error("this process of the group %s; it is started again", _end_of(status))
+        logger.error("this process of the group %s; it is started again", end_of(status))
 
 
 class Launcher:
@@ -180,7 +180,7 @@ class Launcher:
         process = self._processes[rank].popen.pid
         if status and process not in self._reported:
             self._reported.add(process)
-            logger.error("rank %d (process %d) %s", rank, process, _end_of(status))
+            logger.error("rank %d (process %d) %s", rank, process, end_of(status))
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on to process 0, which drains and lets the others end."""
@@ -191,10 +191,6 @@ class Launcher:
 def _as_exit(status: int) -> int:
     """Return the status with which shells report a process that a signal has killed."""
     return status if status >= 0 else 128 - status
-
-
-def _end_of(status: int) -> str:
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 def _free_ports() -> int:

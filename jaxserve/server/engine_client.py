@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import signal
 import time
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from jaxserve.api.rendering import RenderedChat
 from jaxserve.api.request import Request
 from jaxserve.api.text_bound import check_text
 from jaxserve.api.turns import SHARED_TURN, Turn
+from jaxserve.child_process import end_of
 from jaxserve.frames import HEADER, FrameError, check_length
 from jaxserve.group.settings import GroupPlace
 from jaxserve.server.engine_process.spawn import spawn_engine
@@ -363,10 +363,7 @@ class EngineClient(EngineQueries):
     def _why(self) -> str:
         if self._reason is not None:
             return self._reason
-        status = None if self._process is None else self._process.returncode
-        if status is not None and status < 0:
-            return f"it was killed by {signal.Signals(-status).name}"
-        return f"it ended with status {status}"
+        return f"it {end_of(None if self._process is None else self._process.returncode)}"
 
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(f"the engine process ended: {self._why()}")

@@ -14,6 +14,7 @@ from jaxserve.parsers import MessageParser
 from jaxserve.scheduling.endings import find_ending
 from jaxserve.scheduling.proposers.ngram import NgramProposer
 from jaxserve.scheduling.proposers.suffix import SuffixProposer
+from jaxserve.scheduling.sequence import Constraint
 from jaxserve.structured_output.constraints import BadWords, ThinkingBudget
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.text_offsets import TextOffsets
@@ -84,29 +85,27 @@ def offsets(tokenizer: Tokenizer) -> Consumer:
     return lambda index: found.add(token(index))
 
 
-def bad_words(tokenizer: Tokenizer) -> Consumer:
-    """Bans the last tokens of words."""
-    words = BadWords([[97 + number % 11] * 20 + [100 + number] for number in range(100)], 300)
+def masking(constraint: Constraint) -> Consumer:
+    """Masks what may follow each token, also after drafts that were taken back."""
 
     def consume(index: int) -> None:
-        words.accept(token(index))
-        words.restore(words.save())
-        words.mask()
+        constraint.accept(token(index))
+        constraint.restore(constraint.save())
+        constraint.mask()
 
     return consume
+
+
+def bad_words(tokenizer: Tokenizer) -> Consumer:
+    """Bans the last tokens of words."""
+    return masking(BadWords([[97 + number % 11] * 20 + [100 + number] for number in range(100)], 300))
 
 
 def thinking_budget(tokenizer: Tokenizer) -> Consumer:
     """Counts the tokens of reasoning."""
     markers, shown = ("<think>", "</think>"), tokenizer.pieces(skip_special_tokens=False).shown
-    budget = ThinkingBudget(markers, tokenizer.encode("</think>"), 1 << 20, tokenizer.encode("<think>"), 300, shown)
-
-    def consume(index: int) -> None:
-        budget.accept(token(index))
-        budget.restore(budget.save())
-        budget.mask()
-
-    return consume
+    end, begin = tokenizer.encode("</think>"), tokenizer.encode("<think>")
+    return masking(ThinkingBudget(markers, end, 1 << 20, begin, 300, shown))
 
 
 def proposer(made: Any) -> Consumer:

@@ -227,7 +227,7 @@ def test_a_leader_without_the_secret_is_no_leader(port: int) -> None:
 def test_plans_and_digests(
     pair: tuple[Leader, FakeFollower, GroupRunner, FakeRunner], lost: "queue.Queue[JaxserveError]"
 ) -> None:
-    """The follower gets every plan; equal digests are no news, and a reset starts them anew on both sides."""
+    """The follower gets every plan. Equal digests change nothing, and after a reset both sides begin them anew."""
     leader, follower, runner, own = pair
     runner.warm_up()
     follower.expect(WarmUp)
