@@ -58,7 +58,7 @@ def asking(group: Group) -> Iterator[list[Any]]:
     yield answers
     for client in clients:
         client.join()
-    assert all(status == 503 and ENDED in message for status, message in answers) and len(answers) == 2
+    assert len(answers) == 2 and all(status == 503 and ENDED in message for status, message in answers), answers
 
 
 def test_a_killed_follower(group: Group, asking: list[Any]) -> None:

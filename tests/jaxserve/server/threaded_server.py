@@ -15,7 +15,8 @@ def threaded_server(app: Any, **settings: Any) -> Iterator[str]:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         bound.listen()  # so that who connects before the server runs waits for it
-        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", **settings))
+        # As in the product, uvicorn does not set up its loggers: other tests of this process look at them.
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, **settings))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:
