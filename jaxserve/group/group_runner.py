@@ -67,6 +67,7 @@ class GroupRunner:
             raise
         number, data = self._in_flight.pop(0)
         self._leader.computed(number, self._digests.add(data, results))
+        self._leader.check()
         return results
 
     def _fail(self, error: Exception) -> None:

@@ -23,6 +23,7 @@ HELP = "run a command in several processes on this machine that share one engine
 _POLL_S = 0.1
 _PATIENCE_S = 5.0  # for the others once one has ended
 _BAD_START = 2
+_FAILED = 70
 _ADDRESS = "127.0.0.1"
 _OWN_FLAGS = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless", "--group-secret-file")
 
@@ -101,9 +102,11 @@ class Launcher:
         self._port = _free_ports()
         self._processes: list[_Process] = []
         self._reported = set[int]()
+        self._has_failed = False
 
     def run(self) -> int:
-        """Start all processes, and wait until they have ended; return the status of process 0."""
+        """Start all processes, and wait until they have ended; return the status of process 0, or 70 if it is 0 and
+        another one failed first."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
         try:
@@ -113,7 +116,7 @@ class Launcher:
                 time.sleep(_POLL_S)
                 self._look_after_followers()
             self._wait_for_all()
-            return _as_exit(leader.returncode)
+            return _as_exit(leader.returncode) or (_FAILED if self._has_failed else 0)
         finally:
             for process in self._processes:
                 if process.popen.poll() is None:
@@ -147,6 +150,7 @@ class Launcher:
                 return
             self._report(rank, status)
             if not self._restarts:
+                self._has_failed = status != 0
                 self._end_leader()
                 return
             os.close(process.pipe)

@@ -30,6 +30,8 @@ _OTHERS_S = 0.5  # for the process that ended first, when several report their e
 _STACKS_S = 2.0
 _END_S = 5.0  # for followers to end
 _FAIL_S = 1.0  # likewise after a failure, of which one of them may be the reason
+_BLAME_S = 2.0  # to learn that another process has failed, when a step fails here
+_LOST_S = 60.0  # for the end of this process, which takes a few seconds
 
 
 class Leader:
@@ -46,6 +48,7 @@ class Leader:
         self._on_lost = on_lost
         self._members: dict[int, Member] = {}
         self._is_ending = False
+        self._is_failing = threading.Event()
         self._is_lost = threading.Event()
         self._reports: queue.SimpleQueue[tuple[bool, int, JaxserveError]] = queue.SimpleQueue()
         self._limits = SilenceLimits(place.step_timeout)
@@ -195,12 +198,21 @@ class Leader:
             member.steps.forget()
         self.send_all(Reset())
 
+    def check(self) -> None:
+        """Return if no follower has failed; call it before results are used.
+
+        Raises:
+            EngineDeadError: One has, so that no result can be trusted; this process usually ends before.
+        """
+        if self._is_failing.is_set():
+            time.sleep(_LOST_S)
+            raise EngineDeadError("another process of the group has failed")
+
     def blame(self, error: BaseException) -> None:
         """Wait until the process that made a step fail here is known, which ends this one; return if none is."""
         logger.error("a step of the group failed: %s", error)
-        self._is_lost.wait(2 * _OTHERS_S + 1.0)
-        if self._is_lost.is_set():
-            time.sleep(_END_S)
+        if self._is_failing.wait(_BLAME_S):
+            self.check()
 
     def end(self, reason: str = "") -> None:
         """Let all followers end, and wait for them for a few seconds; call it before this process ends.
@@ -257,6 +269,7 @@ class Leader:
         """
         member.inbox.put(error)
         if self._limits.is_running or not has_spoken:
+            self._is_failing.set()
             self._reports.put((has_spoken, member.rank, error))
 
     def _report(self) -> None:

@@ -191,7 +191,7 @@ class EngineClient(EngineQueries):
         if self._info is None:
             raise UnavailableError("the engine is starting")
         if self._ended.is_set():
-            raise UnavailableError("the engine process has ended")
+            raise UnavailableError(f"the engine process has ended: {self._why()}")
         return self._info
 
     async def generate(self, request: Request, *, is_waiting: bool = False) -> AsyncGenerator[RequestOutput, None]:

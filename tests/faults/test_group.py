@@ -1,7 +1,9 @@
 """An engine in two processes: whatever befalls one, all end soon and say whose fault it was, and none is left."""
 
+import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 from scripts.server_child import RunningServer
 from tests.faults.conftest import faulty_environment
-from tests.group_server import assert_gone, family, follower_pid, kill, post, running_group
+from tests.group_server import assert_gone, family, follower_pid, kill, post, running_group, text_of
 from tests.hooks import injected
 
 pytestmark = pytest.mark.slow
@@ -28,10 +30,23 @@ class Group:
         self.processes = family(server.process.pid)
         assert post(server, "/v1/completions", BODY)[1]["choices"][0]["text"] == "42"
 
-    def ask(self) -> Any:
+    def ask(self, max_tokens: int = 200) -> Any:
         """Status and message of a request of many tokens."""
-        status, response = post(self.server, "/v1/completions", {**BODY, "max_tokens": 200, "ignore_eos": True})
+        status, response = post(self.server, "/v1/completions", {**BODY, "max_tokens": max_tokens, "ignore_eos": True})
         return status, response.get("error", {}).get("message", "")
+
+    def ask_until_it_fails(self, answers: list[Any]) -> None:
+        """Ask again and again; add the first answer that is no success, as one may end before a fault comes."""
+        while (answer := self.ask())[0] == 200:
+            pass
+        answers.append(answer)
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests in steps."""
+        return int(
+            float(re.findall(r"(?m)^jaxserve:num_requests_running\S* (\S+)$", text_of(self.server, "/metrics"))[0])
+        )
 
     def assert_ends(self, *said: str, within_s: float, status: int = 70) -> None:
         """All processes end, and the log says why."""
@@ -50,11 +65,14 @@ def group(tmp_path: Path) -> Iterator[Group]:
 
 @pytest.fixture
 def asking(group: Group) -> Iterator[list[Any]]:
-    """The answers of two clients whose requests run when the fault comes."""
+    """The first failed answers of two clients whose requests run, in slow steps, when the fault comes."""
     answers: list[Any] = []
-    clients = [threading.Thread(target=lambda: answers.append(group.ask())) for _ in range(2)]
+    (group.switches / injected.PAUSE).write_text("0.03")
+    clients = [threading.Thread(target=group.ask_until_it_fails, args=(answers,)) for _ in range(2)]
     for client in clients:
         client.start()
+    while group.num_running < len(clients):
+        time.sleep(0.05)
     yield answers
     for client in clients:
         client.join()
@@ -97,10 +115,10 @@ def test_a_killed_launcher(group: Group) -> None:
 
 def test_a_signal_to_the_launcher_drains(group: Group) -> None:
     answers: list[Any] = []
-    client = threading.Thread(target=lambda: answers.append(group.ask()))
+    client = threading.Thread(target=lambda: answers.append(group.ask(max_tokens=60)))
     client.start()
-    while not post(group.server, "/v1/completions", BODY)[0] == 200:
-        pass
+    while not group.num_running and not answers:
+        time.sleep(0.01)
     group.server.process.send_signal(signal.SIGTERM)
     client.join()
     group.assert_ends(within_s=20, status=0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from jaxserve.api.errors import ConfigError, JaxserveError
+from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.device.runner_interface import StepResult
 from jaxserve.group import leader as leader_module
 from jaxserve.group.connection import PeerConnection, introduce
@@ -256,13 +256,19 @@ def test_plans_and_digests(
 def test_a_digest_that_differs_ends_the_group(
     pair: tuple[Leader, FakeFollower, GroupRunner, FakeRunner],
     lost: "queue.Queue[JaxserveError]",
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _, follower, runner, _ = pair
+    """The results of the step are not used: some rank has computed wrong ones."""
+    leader, follower, runner, _ = pair
+    monkeypatch.setattr(leader_module, "_LOST_S", 0.1)
     runner.launch([plan_of(0)])
     follower.expect(Launch)
     follower.connection.send(Done(0, b"12345678"))
-    runner.collect()
+    while leader.members[0].steps.number < 0:
+        time.sleep(0.01)
+    with pytest.raises(EngineDeadError, match="another process of the group has failed"):
+        runner.collect()
     assert str(lost.get(timeout=20)) == "rank 1 of its processes ended, failed or is late; the log says more"
     told = follower.expect(End)
     assert isinstance(told, End) and "at step 0: plans or tokens differ" in told.reason
