@@ -8,9 +8,10 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.group.launchers import launched_settings
 
 SECRET_BYTES = 32
 _MAX_PORT = 65534  # JAX's coordinator has the next one
@@ -26,6 +27,10 @@ class GroupConfig:
         master_addr: Address of process 0, which the others connect to.
         master_port: Port at that address for the plans of steps; JAX's coordinator uses the next one.
         headless: Serve neither HTTP nor gRPC, as every process but number 0 does.
+        launcher: What has started the processes and says in the environment of each how many there are, which one it
+            is, and where process 0 is: slurm (srun) or lws (a LeaderWorkerSet of Kubernetes).
+        distributed_executor_backend: What starts the nnodes processes of one command: ray starts each in a process of a
+            Ray cluster's actor. Others have no effect.
         group_secret_file: File with at least 32 secret bytes that only its owner can read, the same for all processes.
         group_secret_fd: Descriptor of a pipe from which the secret is read; the process ends when the pipe does.
         join_timeout: Seconds within which all processes must have joined.
@@ -37,26 +42,39 @@ class GroupConfig:
     master_addr: str | None = None
     master_port: int | None = None
     headless: bool = False
+    launcher: Literal["slurm", "lws"] | None = None
+    distributed_executor_backend: Literal["mp", "uni", "ray"] | None = None
     group_secret_file: str | None = None
     group_secret_fd: int | None = None
     join_timeout: float = 300.0
     step_timeout: float = 60.0
 
     @classmethod
-    def from_arguments(cls, given: Mapping[str, Any], is_insecure: bool) -> "GroupConfig":
+    def from_arguments(
+        cls, given: Mapping[str, Any], is_insecure: bool, environment: Mapping[str, str] = os.environ
+    ) -> "GroupConfig":
         """Return the given settings, checked.
 
         Args:
             given: Settings by name.
             is_insecure: Whether the network is trusted (``insecure`` of the server).
+            environment: Where ``launcher`` finds the place of this process.
 
         Raises:
             ConfigError: A setting is missing, wrong, or does not go with the others.
         """
+        if given.get("launcher"):
+            given = launched_settings(given, environment)
         config = cls(**given)
         config._check_numbers()
+        if config.is_on_ray:
+            config._check_ray(given)
+            return config
+        if config.nnodes == 1 and config.launcher is not None:
+            return config
         if config.nnodes == 1:
-            extra = [name for name in given if name not in ("nnodes", "node_rank", "join_timeout", "step_timeout")]
+            harmless = "nnodes node_rank join_timeout step_timeout distributed_executor_backend".split()
+            extra = [name for name in given if name not in harmless]
             extra = [name for name in extra if given[name] is not False]
             if extra:
                 raise ConfigError(f"{extra[0]} is for an engine of several processes: set nnodes to their number")
@@ -95,6 +113,18 @@ class GroupConfig:
                 f"master_addr: other machines can reach {self.master_addr}, and a group's connections are not "
                 "encrypted: set insecure if its network is isolated"
             )
+
+    def _check_ray(self, given: Mapping[str, Any]) -> None:
+        """Raise ConfigError if what is given is for processes that are started one by one."""
+        own = ("nnodes", "master_port", "join_timeout", "step_timeout", "distributed_executor_backend")
+        extra = [name for name in given if name not in own and given[name]]
+        if extra:
+            raise ConfigError(f"{extra[0]} does not go with distributed_executor_backend=ray, which sets it")
+
+    @property
+    def is_on_ray(self) -> bool:
+        """Whether the processes are to be started in a Ray cluster."""
+        return self.distributed_executor_backend == "ray"
 
     @property
     def is_alone(self) -> bool:
