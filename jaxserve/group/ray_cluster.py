@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _ANSWER_S = 20.0  # for an actor; one that does not answer is lost with its node
-_PATIENCE_S = 5.0  # for the others once one process has ended
+_PATIENCE_S = 5.0  # for the others once one process has failed
+_CLEAN_END_S = 30.0  # likewise once one has ended well
 _BAD_START = 2
 _FAILED = 70
 _SIZES = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size", "expert_parallel_size")
@@ -235,15 +236,16 @@ class _Gang:
         self._ray.get(starting, timeout=_ANSWER_S)
         while not self._statuses:
             self._poll()
-        is_first = 0 in self._statuses
-        until_s = time.monotonic() + _PATIENCE_S  # for process 0 to tell its clients, and for the others to follow
+        has_failed = any(self._statuses.values())
+        # For process 0 to tell its clients; without a failure, for all to end by themselves.
+        patience_s = _PATIENCE_S if has_failed else _CLEAN_END_S
+        until_s = time.monotonic() + patience_s
         while len(self._statuses) < count and time.monotonic() < until_s:
             self._poll()
         for rank in set(range(count)) - self._statuses.keys():
-            logger.error("rank %d has not ended %g s after another process; it is killed", rank, _PATIENCE_S)
+            logger.error("rank %d has not ended %g s after another process; it is killed", rank, patience_s)
             self._send(rank, signal.SIGKILL)
-        status = self._statuses.get(0, _FAILED)
-        return status if is_first else status or _FAILED
+        return self._statuses.get(0, _FAILED) or (_FAILED if has_failed else 0)
 
     def _poll(self) -> None:
         """Wait a moment; pass on signals, and what the processes have written; note which have ended."""
@@ -285,6 +287,7 @@ def _connected() -> Any:
         ConfigError: Ray is absent, there is no cluster, or anybody could use it.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of a change to come
     flag = "distributed_executor_backend=ray"
     try:
         ray: Any = importlib.import_module("ray")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import ipaddress
 import os
 import socket
@@ -33,6 +34,10 @@ class GroupConfig:
             Ray cluster's actor. Others have no effect.
         group_secret_file: File with at least 32 secret bytes that only its owner can read, the same for all processes.
         group_secret_fd: Descriptor of a pipe from which the secret is read; the process ends when the pipe does.
+        group_certfile: File with the certificate of this process, in PEM, for connections over TLS within the group;
+            that of process 0 must be for master_addr. Requires group_keyfile and group_ca_certs.
+        group_keyfile: File with the key of group_certfile.
+        group_ca_certs: File with the certificate of the authority that signs those of all processes of the group.
         join_timeout: Seconds within which all processes must have joined.
         step_timeout: Seconds after which a process that has not finished a step ends the group.
     """
@@ -46,6 +51,9 @@ class GroupConfig:
     distributed_executor_backend: Literal["mp", "uni", "ray"] | None = None
     group_secret_file: str | None = None
     group_secret_fd: int | None = None
+    group_certfile: str | None = None
+    group_keyfile: str | None = None
+    group_ca_certs: str | None = None
     join_timeout: float = 300.0
     step_timeout: float = 60.0
 
@@ -108,15 +116,28 @@ class GroupConfig:
                 f"nnodes={self.nnodes} requires group_secret_file, which processes show each other that they have: "
                 f"head -c {SECRET_BYTES} /dev/urandom > FILE; chmod 600 FILE"
             )
-        if not is_insecure and not _is_loopback(self.master_addr):
+        files = (self.group_certfile, self.group_keyfile, self.group_ca_certs)
+        if any(files) and not all(files):
+            raise ConfigError("group_certfile, group_keyfile and group_ca_certs go together")
+        if is_insecure or _is_loopback(self.master_addr):
+            return
+        if not any(files):
             raise ConfigError(
                 f"master_addr: other machines can reach {self.master_addr}, and a group's connections are not "
-                "encrypted: set insecure if its network is isolated"
+                "encrypted: set group_certfile, group_keyfile and group_ca_certs, or set insecure if its network is "
+                "isolated"
+            )
+        if not jax_has_mtls():
+            version = importlib.metadata.version("jax")
+            raise ConfigError(
+                f"master_addr: other machines can reach {self.master_addr}, and JAX {version} does "
+                "not encrypt its own connections, as 0.12 does: set insecure if its network is isolated"
             )
 
     def _check_ray(self, given: Mapping[str, Any]) -> None:
         """Raise ConfigError if what is given is for processes that are started one by one."""
-        own = ("nnodes", "master_port", "join_timeout", "step_timeout", "distributed_executor_backend")
+        own = "nnodes master_port join_timeout step_timeout distributed_executor_backend".split()
+        own += ["group_certfile", "group_keyfile", "group_ca_certs"]
         extra = [name for name in given if name not in own and given[name]]
         if extra:
             raise ConfigError(f"{extra[0]} does not go with distributed_executor_backend=ray, which sets it")
@@ -155,6 +176,9 @@ class GroupConfig:
             secret,
             self.join_timeout,
             self.step_timeout,
+            self.group_certfile,
+            self.group_keyfile,
+            self.group_ca_certs,
         )
 
 
@@ -169,11 +193,19 @@ class GroupPlace:
     secret: bytes = dataclasses.field(repr=False)
     join_timeout: float
     step_timeout: float
+    certfile: str | None = None
+    keyfile: str | None = None
+    ca_certs: str | None = None
 
     @property
     def coordinator_port(self) -> int:
         """Port of JAX's coordinator."""
         return self.port + 1
+
+
+def jax_has_mtls() -> bool:
+    """Return whether JAX's coordinator and its clients can show each other certificates."""
+    return tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) >= (0, 12)
 
 
 def _is_loopback(address: str) -> bool:
