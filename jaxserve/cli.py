@@ -162,6 +162,10 @@ def _serve(options: argparse.Namespace) -> None:
     from jaxserve.server.main import serve
 
     arguments, config, group = command.serve_arguments(options)
+    if group.is_on_ray:
+        from jaxserve.group.ray_cluster import RayLauncher
+
+        sys.exit(RayLauncher(options.given, group, arguments, config.restart_engine, config.insecure).run())
     place = None if group.is_alone else group.place(end=lambda: os.kill(os.getpid(), signal.SIGTERM))
     if place is not None and group.headless and config.restart_engine and group.group_secret_fd is None:
         sys.exit(launch.follow(options.given))

@@ -49,7 +49,7 @@ def start(arguments: Mapping[str, Any], leader: Leader | None = None) -> Started
 def outcomes_of_group(arguments: Mapping[str, Any], count: int, directory: Path) -> list[Any]:
     """What the processes of a group give; each has an equal part of the devices."""
     (directory / "secret").write_bytes(os.urandom(32))
-    given = [json.dumps(dict(arguments)), str(count), str(_free_ports()), str(directory)]
+    given = [json.dumps(dict(arguments)), str(count), str(free_ports()), str(directory)]
     processes = []
     for rank in range(count):
         with (directory / f"log{rank}").open("wb") as log:
@@ -67,7 +67,7 @@ def outcomes_of_group(arguments: Mapping[str, Any], count: int, directory: Path)
     return json.loads((directory / "outcomes").read_text())
 
 
-def _free_ports() -> int:
+def free_ports() -> int:
     with socket.create_server(("127.0.0.1", 0)) as first:
         return first.getsockname()[1]
 

@@ -23,6 +23,7 @@ from jaxserve.group.messages import (
     ToLeader,
     Welcome,
 )
+from jaxserve.group.secure_link import SecureLink
 from jaxserve.group.settings import GroupPlace, host_name
 
 _NONCE_BYTES = 32
@@ -37,12 +38,15 @@ class PeerConnection:
 
     Args:
         link: The socket, connected.
+        secure: TLS over it; None: bytes travel as they are.
     """
 
-    def __init__(self, link: socket.socket):
+    def __init__(self, link: socket.socket, secure: SecureLink | None = None):
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._link = link
         self._file = link.makefile("rb")
+        self._read = self._file.read if secure is None else secure.read
+        self._send_all = link.sendall if secure is None else secure.sendall
         self._lock = threading.Lock()
         self.num_sent_bytes = 0
 
@@ -57,7 +61,7 @@ class PeerConnection:
     def send_frame(self, frame: bytes) -> None:
         """Send a message that is packed already; see ``send``."""
         with self._lock:
-            self._link.sendall(frame)
+            self._send_all(frame)
             self.num_sent_bytes += len(frame)
 
     def receive(self, limit_bytes: int = MAX_BYTES) -> Any:
@@ -66,12 +70,12 @@ class PeerConnection:
         Raises:
             OSError: The other side has ended, or sent something else.
         """
-        header = self._file.read(HEADER.size)
+        header = self._read(HEADER.size)
         if len(header) < HEADER.size:
             raise ConnectionError("the other side has closed the connection")
         try:
             (length,) = HEADER.unpack(header)
-            return CODEC.unpack(self._file.read(check_length(length, limit_bytes)))
+            return CODEC.unpack(self._read(check_length(length, limit_bytes)))
         except (ValueError, TypeError) as error:
             raise ConnectionError(f"the other side sent something that is no message: {error}") from error
 
@@ -85,6 +89,22 @@ class PeerConnection:
             self._link.shutdown(socket.SHUT_RDWR)
         self._file.close()
         self._link.close()
+
+
+def open_connection(link: socket.socket, place: GroupPlace, is_leader: bool) -> PeerConnection:
+    """Return a connection of messages over a socket, with TLS if the group has certificates; closes it on failure.
+
+    Raises:
+        OSError: The other side has ended, or shows no certificate that this side trusts.
+    """
+    with contextlib.ExitStack() as failing:
+        failing.callback(link.close)
+        secure = None
+        if place.certfile is not None:
+            secure = SecureLink(link, place, is_leader, None if is_leader else place.address)
+        made = PeerConnection(link, secure)
+        failing.pop_all()
+    return made
 
 
 def greet(connection: PeerConnection, place: GroupPlace) -> Hello:

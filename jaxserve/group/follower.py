@@ -23,7 +23,7 @@ from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.device.program_cache import use_compilation_cache
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.start import make_runners
-from jaxserve.group.connection import PeerConnection, introduce
+from jaxserve.group.connection import PeerConnection, introduce, open_connection
 from jaxserve.group.digests import Digests
 from jaxserve.group.facts import early_facts, plan_facts
 from jaxserve.group.job import join_job
@@ -44,6 +44,7 @@ from jaxserve.group.messages import (
     ToLeader,
     WarmUp,
 )
+from jaxserve.group.secure_link import check_certificate, is_distrust, reason_of
 from jaxserve.group.settings import GroupPlace, host_name
 from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.models.loading import check_weights
@@ -252,12 +253,13 @@ def _connected(place: GroupPlace) -> PeerConnection:
     Raises:
         ConfigError: It cannot be reached within ``join_timeout``, or does not want this process.
     """
+    if place.certfile is not None:
+        check_certificate(place)
     until_s = time.monotonic() + place.join_timeout
     while True:
         try:
-            connection = PeerConnection(
-                socket.create_connection((place.address, place.port), timeout=place.join_timeout)
-            )
+            link = socket.create_connection((place.address, place.port), timeout=place.join_timeout)
+            connection = open_connection(link, place, is_leader=False)
             with contextlib.ExitStack() as failing:
                 failing.callback(connection.close)
                 introduce(connection, place)
@@ -265,6 +267,8 @@ def _connected(place: GroupPlace) -> PeerConnection:
                 failing.pop_all()
             return connection
         except OSError as error:
+            if is_distrust(error):
+                raise ConfigError(f"process 0 at {place.address}:{place.port}: {reason_of(error)}") from error
             if time.monotonic() > until_s:
                 raise ConfigError(
                     f"rank {place.rank} (host {host_name()}) cannot join the group at {place.address}:{place.port} "

@@ -1,11 +1,15 @@
 """The JAX job of a group: its processes see each other's devices, and none outlives the others."""
 
 import contextlib
+import logging
 import os
+from typing import Any
 
 import jax
 
-from jaxserve.group.settings import GroupPlace
+from jaxserve.group.settings import GroupPlace, jax_has_mtls
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 20
 """Seconds without a heartbeat after which JAX ends every process; the group's own connections notice before."""
@@ -30,4 +34,16 @@ def join_job(place: GroupPlace) -> None:
         initialization_timeout=int(place.join_timeout),
         heartbeat_timeout_seconds=HEARTBEAT_S,
         shutdown_timeout_seconds=_SHUTDOWN_S,
+        **_certificates(place),
     )
+
+
+def _certificates(place: GroupPlace) -> dict[str, Any]:
+    """Return the settings with which JAX's coordinator and its clients show each other certificates."""
+    if place.certfile is None:
+        return {}
+    if not jax_has_mtls():
+        logger.warning("JAX's own connections are not encrypted: its version is older than 0.12")
+        return {}
+    files = {"mtls_cert_file": place.certfile, "mtls_key_file": place.keyfile, "mtls_ca_file": place.ca_certs}
+    return {**files, "verify_secure_credentials": True}

@@ -24,7 +24,8 @@ _POLL_S = 0.1
 _PATIENCE_S = 5.0  # for the others once one has ended
 _BAD_START = 2
 _FAILED = 70
-_ADDRESS = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
+"""Address of processes that are all on this machine."""
 _OWN_FLAGS = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless", "--group-secret-file")
 
 
@@ -99,7 +100,7 @@ class Launcher:
         self._command = list(command)
         self._restarts = "--restart-engine" in command
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._port = _free_ports()
+        self._port = free_ports()
         self._processes: list[_Process] = []
         self._reported = set[int]()
         self._has_failed = False
@@ -127,7 +128,7 @@ class Launcher:
     def _start(self, rank: int) -> _Process:
         reading, writing = os.pipe()
         os.write(writing, self._secret)
-        place = ["--address", f"{_ADDRESS}:{self._port}", "--count", str(self._count), "--rank", str(rank)]
+        place = ["--address", f"{LOOPBACK}:{self._port}", "--count", str(self._count), "--rank", str(rank)]
         popen = subprocess.Popen(
             [sys.executable, "-P", "-m", "jaxserve.group", *place, "--secret-fd", str(reading), *self._command],
             pass_fds=(reading,),
@@ -197,18 +198,18 @@ def _as_exit(status: int) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _free_ports() -> int:
-    """Return a free port whose successor, for JAX's coordinator, is free too.
+def free_ports(address: str = LOOPBACK) -> int:
+    """Return a free port at an address of this machine whose successor, for JAX's coordinator, is free too.
 
     Raises:
         ConfigError: There are none.
     """
     for _ in range(100):
-        with socket.create_server((_ADDRESS, 0)) as first:
+        with socket.create_server((address, 0)) as first:
             port = first.getsockname()[1]
             try:
-                with socket.create_server((_ADDRESS, port + 1)):
+                with socket.create_server((address, port + 1)):
                     return port
             except (OSError, OverflowError):
                 continue
-    raise ConfigError(f"no two consecutive ports are free at {_ADDRESS}")
+    raise ConfigError(f"no two consecutive ports are free at {address}")

@@ -14,11 +14,12 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.api.metric_types import Counter, Metric
 from jaxserve.device.build import EnginePlan, plan_engine
-from jaxserve.group.connection import PeerConnection, greet, machine_name, welcome
+from jaxserve.group.connection import greet, machine_name, open_connection, welcome
 from jaxserve.group.facts import difference, early_facts, least, plan_facts
 from jaxserve.group.job import join_job
 from jaxserve.group.members import Member, SilenceLimits
 from jaxserve.group.messages import Agreed, Beat, End, Facts, Hello, Joined, Ready, Reset, ShowStacks, ToFollower
+from jaxserve.group.secure_link import check_certificate, reason_of
 from jaxserve.group.settings import GroupPlace, host_name
 from sharding.processes import Processes
 
@@ -81,6 +82,8 @@ class Leader:
 
     def _accept_all(self) -> None:
         place, deadline_s = self.place, time.monotonic() + self.place.join_timeout
+        if place.certfile is not None:
+            check_certificate(place)
         _check_free(place.address, place.coordinator_port)
         with _listen(place.address, place.port) as listener:
             lock = threading.Lock()
@@ -98,7 +101,11 @@ class Leader:
     def _accept(self, link: socket.socket, address: str, lock: threading.Lock) -> None:
         """Take a process in, or tell it why not."""
         link.settimeout(_HANDSHAKE_S)
-        connection = PeerConnection(link)
+        try:
+            connection = open_connection(link, self.place, is_leader=True)
+        except OSError as error:
+            logger.warning("refused a connection from %s: %s", address, reason_of(error))
+            return
         try:
             hello = greet(connection, self.place)
             with lock:

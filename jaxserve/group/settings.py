@@ -2,15 +2,17 @@
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import ipaddress
 import os
 import socket
 import stat
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxserve.api.errors import ConfigError
+from jaxserve.group.launchers import launched_settings
 
 SECRET_BYTES = 32
 _MAX_PORT = 65534  # JAX's coordinator has the next one
@@ -26,8 +28,16 @@ class GroupConfig:
         master_addr: Address of process 0, which the others connect to.
         master_port: Port at that address for the plans of steps; JAX's coordinator uses the next one.
         headless: Serve neither HTTP nor gRPC, as every process but number 0 does.
+        launcher: What has started the processes and says in the environment of each how many there are, which one it
+            is, and where process 0 is: slurm (srun) or lws (a LeaderWorkerSet of Kubernetes).
+        distributed_executor_backend: What starts the nnodes processes of one command: ray starts each in a process of a
+            Ray cluster's actor. Others have no effect.
         group_secret_file: File with at least 32 secret bytes that only its owner can read, the same for all processes.
         group_secret_fd: Descriptor of a pipe from which the secret is read; the process ends when the pipe does.
+        group_certfile: File with the certificate of this process, in PEM, for connections over TLS within the group;
+            that of process 0 must be for master_addr. Requires group_keyfile and group_ca_certs.
+        group_keyfile: File with the key of group_certfile.
+        group_ca_certs: File with the certificate of the authority that signs those of all processes of the group.
         join_timeout: Seconds within which all processes must have joined.
         step_timeout: Seconds after which a process that has not finished a step ends the group.
     """
@@ -37,26 +47,42 @@ class GroupConfig:
     master_addr: str | None = None
     master_port: int | None = None
     headless: bool = False
+    launcher: Literal["slurm", "lws"] | None = None
+    distributed_executor_backend: Literal["mp", "uni", "ray"] | None = None
     group_secret_file: str | None = None
     group_secret_fd: int | None = None
+    group_certfile: str | None = None
+    group_keyfile: str | None = None
+    group_ca_certs: str | None = None
     join_timeout: float = 300.0
     step_timeout: float = 60.0
 
     @classmethod
-    def from_arguments(cls, given: Mapping[str, Any], is_insecure: bool) -> "GroupConfig":
+    def from_arguments(
+        cls, given: Mapping[str, Any], is_insecure: bool, environment: Mapping[str, str] = os.environ
+    ) -> "GroupConfig":
         """Return the given settings, checked.
 
         Args:
             given: Settings by name.
             is_insecure: Whether the network is trusted (``insecure`` of the server).
+            environment: Where ``launcher`` finds the place of this process.
 
         Raises:
             ConfigError: A setting is missing, wrong, or does not go with the others.
         """
+        if given.get("launcher"):
+            given = launched_settings(given, environment)
         config = cls(**given)
         config._check_numbers()
+        if config.is_on_ray:
+            config._check_ray(given)
+            return config
+        if config.nnodes == 1 and config.launcher is not None:
+            return config
         if config.nnodes == 1:
-            extra = [name for name in given if name not in ("nnodes", "node_rank", "join_timeout", "step_timeout")]
+            harmless = "nnodes node_rank join_timeout step_timeout distributed_executor_backend".split()
+            extra = [name for name in given if name not in harmless]
             extra = [name for name in extra if given[name] is not False]
             if extra:
                 raise ConfigError(f"{extra[0]} is for an engine of several processes: set nnodes to their number")
@@ -90,11 +116,36 @@ class GroupConfig:
                 f"nnodes={self.nnodes} requires group_secret_file, which processes show each other that they have: "
                 f"head -c {SECRET_BYTES} /dev/urandom > FILE; chmod 600 FILE"
             )
-        if not is_insecure and not _is_loopback(self.master_addr):
+        files = (self.group_certfile, self.group_keyfile, self.group_ca_certs)
+        if any(files) and not all(files):
+            raise ConfigError("group_certfile, group_keyfile and group_ca_certs go together")
+        if is_insecure or _is_loopback(self.master_addr):
+            return
+        if not any(files):
             raise ConfigError(
                 f"master_addr: other machines can reach {self.master_addr}, and a group's connections are not "
-                "encrypted: set insecure if its network is isolated"
+                "encrypted: set group_certfile, group_keyfile and group_ca_certs, or set insecure if its network is "
+                "isolated"
             )
+        if not jax_has_mtls():
+            version = importlib.metadata.version("jax")
+            raise ConfigError(
+                f"master_addr: other machines can reach {self.master_addr}, and JAX {version} does "
+                "not encrypt its own connections, as 0.12 does: set insecure if its network is isolated"
+            )
+
+    def _check_ray(self, given: Mapping[str, Any]) -> None:
+        """Raise ConfigError if what is given is for processes that are started one by one."""
+        own = "nnodes master_port join_timeout step_timeout distributed_executor_backend".split()
+        own += ["group_certfile", "group_keyfile", "group_ca_certs"]
+        extra = [name for name in given if name not in own and given[name]]
+        if extra:
+            raise ConfigError(f"{extra[0]} does not go with distributed_executor_backend=ray, which sets it")
+
+    @property
+    def is_on_ray(self) -> bool:
+        """Whether the processes are to be started in a Ray cluster."""
+        return self.distributed_executor_backend == "ray"
 
     @property
     def is_alone(self) -> bool:
@@ -125,6 +176,9 @@ class GroupConfig:
             secret,
             self.join_timeout,
             self.step_timeout,
+            self.group_certfile,
+            self.group_keyfile,
+            self.group_ca_certs,
         )
 
 
@@ -139,11 +193,19 @@ class GroupPlace:
     secret: bytes = dataclasses.field(repr=False)
     join_timeout: float
     step_timeout: float
+    certfile: str | None = None
+    keyfile: str | None = None
+    ca_certs: str | None = None
 
     @property
     def coordinator_port(self) -> int:
         """Port of JAX's coordinator."""
         return self.port + 1
+
+
+def jax_has_mtls() -> bool:
+    """Return whether JAX's coordinator and its clients can show each other certificates."""
+    return tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) >= (0, 12)
 
 
 def _is_loopback(address: str) -> bool:
@@ -156,7 +218,10 @@ def _is_loopback(address: str) -> bool:
 def _read_file(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
-            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+            found = os.fstat(file.fileno())
+            # Kubernetes gives a Secret's files to root, for the pod's group to read.
+            is_mounted = found.st_uid == 0 and os.geteuid() != 0
+            if stat.S_IMODE(found.st_mode) & (0o037 if is_mounted else 0o077):
                 raise ConfigError(f"group_secret_file: others can read {path}: chmod 600 {path}")
             return file.read(1 << 16)
     except OSError as error:

@@ -95,9 +95,9 @@ def place_of(rank: int, port: int, count: int = 2, secret: bytes = b"s" * 32, jo
 @pytest.fixture
 def port() -> int:
     """A free port whose successor is free too."""
-    from jaxserve.group.launch import _free_ports
+    from jaxserve.group.launch import free_ports
 
-    return _free_ports()
+    return free_ports()
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.group.launch import _free_ports
+from jaxserve.group.launch import free_ports
 from scripts.server_child import REPOSITORY
 from tests.group_server import assert_gone, family, kill, post
 from tests.server_process import PROGRAMS_CACHE, SMALL_ENGINE, running_server
@@ -27,7 +27,7 @@ def place(tmp_path: Path) -> tuple[str, ...]:
     secret = tmp_path / "secret"
     secret.write_bytes(os.urandom(32))
     secret.chmod(0o600)
-    address = ("--master-addr", "127.0.0.1", "--master-port", str(_free_ports()))
+    address = ("--master-addr", "127.0.0.1", "--master-port", str(free_ports()))
     return ("--nnodes", "2", *address, "--group-secret-file", str(secret))
 
 

@@ -1,0 +1,211 @@
+"""Connections of a group over TLS: who shows no certificate of the group's authority is refused by name."""
+
+import dataclasses
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.api.errors import ConfigError
+from jaxserve.group import follower, job, settings
+from jaxserve.group import leader as leader_module
+from jaxserve.group.connection import PeerConnection, introduce, open_connection
+from jaxserve.group.follower import _connected
+from jaxserve.group.launch import free_ports
+from jaxserve.group.leader import Leader
+from jaxserve.group.messages import Beat, Facts, Joined
+from jaxserve.group.secure_link import check_certificate
+from jaxserve.group.settings import GroupConfig, GroupPlace
+from tests.certificates import Authority, Pair
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """The group's own."""
+    return Authority(tmp_path_factory.mktemp("group") / "ca")
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """Another one."""
+    return Authority(tmp_path_factory.mktemp("stranger") / "other")
+
+
+def place_of(rank: int, port: int, pair: Pair, authority: Authority, address: str = "127.0.0.1") -> GroupPlace:
+    """A place in a group of two with certificates."""
+    files = (str(pair.certificate), str(pair.key), str(authority.pair.certificate))
+    return GroupPlace(address, port, 2, rank, b"s" * 32, 20.0, 30.0, *files)
+
+
+class Joining:
+    """A leader that waits for its follower on another thread."""
+
+    def __init__(self, place: GroupPlace, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(leader_module, "join_job", lambda place: None)
+        self.leader = Leader(place, lambda error: None)
+        self.thread = threading.Thread(target=self.leader.join, daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        """End it and its connections."""
+        self.thread.join(20)
+        self.leader.end()
+        for member in self.leader.members:
+            member.connection.close()
+
+
+def test_messages_of_both_sides_cross(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones too, while the other thread waits for a message; nothing of them can be read on the way."""
+    port = free_ports()
+    joining = Joining(place_of(0, port, authority.sign("leader"), authority), monkeypatch)
+    connection = _connected(place_of(1, port, authority.sign("follower"), authority))
+    assert isinstance(connection.receive(), Joined)
+    text = "x" * (3 << 20)
+    sending = [
+        threading.Thread(target=lambda: [connection.send(Facts({"text": text})) for _ in range(4)]),
+        threading.Thread(target=lambda: [joining.leader.members[0].send(Facts({"text": text})) for _ in range(4)]),
+    ]
+    for each in sending:
+        each.start()
+    for _ in range(4):
+        while isinstance(found := connection.receive(), Beat):
+            pass
+        assert found == Facts({"text": text})
+        assert joining.leader.members[0].inbox.get(timeout=20) == Facts({"text": text})
+    for each in sending:
+        each.join()
+    connection.close()
+    joining.end()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda own, other: (own.sign("late", days=-1), own), "certificate has expired"),
+        (lambda own, other: (other.sign("foreign"), own), "unable to get local issuer certificate|self.signed"),
+        (lambda own, other: (dataclasses.replace(own.sign("x"), key=other.sign("y").key), own), "key values mismatch"),
+        (lambda own, other: (Pair(Path("/none"), own.sign("z").certificate), own), "/none: No such file or directory"),
+    ],
+)
+def test_a_process_refuses_its_own_certificate_first(
+    make: Callable[[Authority, Authority], tuple[Pair, Authority]],
+    reason: str,
+    authority: Authority,
+    stranger: Authority,
+) -> None:
+    pair, trusted = make(authority, stranger)
+    for rank in (0, 1):
+        with pytest.raises(ConfigError, match=f"group_certfile, group_keyfile, group_ca_certs: .*({reason})"):
+            check_certificate(place_of(rank, 1, pair, trusted))
+
+
+def test_the_certificate_of_process_0_is_for_its_address(authority: Authority) -> None:
+    pair = authority.sign("here")
+    for rank in (0, 1):
+        check_certificate(place_of(rank, 1, pair, authority))
+    check_certificate(place_of(1, 1, pair, authority, address="10.0.0.1"))
+    with pytest.raises(ConfigError, match="IP address mismatch, certificate is not valid for '10.0.0.1'"):
+        check_certificate(place_of(0, 1, pair, authority, address="10.0.0.1"))
+
+
+def test_strangers_are_refused_by_name(
+    authority: Authority, stranger: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without TLS, with another authority's certificate, and with an expired one; the group starts all the same."""
+    port = free_ports()
+    joining = Joining(place_of(0, port, authority.sign("leader"), authority), monkeypatch)
+    good = place_of(1, port, authority.sign("follower"), authority)
+    with pytest.raises(ConfigError, match=f"process 0 at 127.0.0.1:{port}: its certificate is not trusted: "):
+        _connected(place_of(1, port, stranger.sign("follower"), stranger))
+    with monkeypatch.context() as patch:  # what a process would notice itself
+        patch.setattr(follower, "check_certificate", lambda place: None)
+        with pytest.raises(ConfigError, match=f"process 0 at 127.0.0.1:{port}: .*alert unknown ca"):
+            _connected(place_of(1, port, stranger.sign("foreign"), authority))
+        with pytest.raises(ConfigError, match=f"process 0 at 127.0.0.1:{port}: .*alert certificate expired"):
+            _connected(place_of(1, port, authority.sign("late", days=-1), authority))
+    plain = PeerConnection(socket.create_connection(("127.0.0.1", port), timeout=20))
+    plain.send(Beat())
+    with pytest.raises(OSError):
+        introduce(plain, good)
+    plain.close()
+    connection = _connected(good)
+    assert isinstance(connection.receive(), Joined)
+    for reason in ("self.signed|unable to get", "certificate has expired", "wrong version number|http request|record"):
+        until_s = time.monotonic() + 20
+        while not any(part in caplog.text for part in reason.replace("self.signed", "self-signed").split("|")):
+            assert time.monotonic() < until_s, caplog.text
+            time.sleep(0.05)
+    connection.close()
+    joining.end()
+
+
+def test_a_follower_with_tls_meets_a_leader_without(authority: Authority) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def challenge() -> None:
+            link = listener.accept()[0]
+            connection = PeerConnection(link)
+            connection.send(Beat())
+            link.recv(1000)
+            connection.close()
+
+        plain = threading.Thread(target=challenge)
+        plain.start()
+        with pytest.raises(ConfigError, match="wrong version number|record layer failure"):
+            _connected(place_of(1, listener.getsockname()[1], authority.sign("follower"), authority))
+        plain.join()
+
+
+def test_a_socket_is_closed_when_tls_fails(authority: Authority) -> None:
+    here, there = socket.socketpair()
+    there.close()
+    with pytest.raises(OSError):
+        open_connection(here, place_of(0, 1, authority.sign("leader"), authority), is_leader=True)
+    assert here.fileno() == -1
+
+
+REMOTE: dict[str, Any] = {
+    "nnodes": 2,
+    "node_rank": 0,
+    "master_addr": "10.0.0.1",
+    "master_port": 4321,
+    "group_secret_file": "secret",
+    "group_certfile": "c",
+    "group_keyfile": "k",
+    "group_ca_certs": "a",
+}
+
+
+def test_certificates_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX must encrypt its own connections too where other machines can reach them."""
+    with pytest.raises(ConfigError, match="group_certfile, group_keyfile and group_ca_certs go together"):
+        GroupConfig.from_arguments({**REMOTE, "group_keyfile": None}, is_insecure=False)
+    for has_mtls in (False, True):
+        monkeypatch.setattr(settings, "jax_has_mtls", lambda has_mtls=has_mtls: has_mtls)
+        GroupConfig.from_arguments(REMOTE, is_insecure=True)
+        GroupConfig.from_arguments({**REMOTE, "master_addr": "127.0.0.1"}, is_insecure=False)
+        if has_mtls:
+            GroupConfig.from_arguments(REMOTE, is_insecure=False)
+        else:
+            with pytest.raises(
+                ConfigError, match=r"JAX \S+ does not encrypt its own connections, as 0.12 does: set ins"
+            ):
+                GroupConfig.from_arguments(REMOTE, is_insecure=False)
+
+
+def test_jax_gets_the_same_certificates(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = place_of(1, 1, authority.sign("follower"), authority)
+    monkeypatch.setattr(job, "jax_has_mtls", lambda: True)
+    assert job._certificates(place) == {
+        "mtls_cert_file": place.certfile,
+        "mtls_key_file": place.keyfile,
+        "mtls_ca_file": place.ca_certs,
+        "verify_secure_credentials": True,
+    }
+    monkeypatch.setattr(job, "jax_has_mtls", lambda: False)
+    assert job._certificates(place) == {}
+    assert job._certificates(dataclasses.replace(place, certfile=None)) == {}
