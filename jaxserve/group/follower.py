@@ -20,7 +20,7 @@ import jax
 from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.build import EnginePlan, plan_engine
-from jaxserve.device.program_cache import use_compilation_cache
+from jaxserve.device.program_cache import check_entries, use_compilation_cache
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.start import make_runners
 from jaxserve.group.connection import PeerConnection, introduce
@@ -208,8 +208,10 @@ class Follower:
     def _load(self, config: EngineConfig, plan: EnginePlan) -> LocalRunner:
         check_weights(plan.directory, plan.models[0].whole_model(), plan.load_format)
         device = plan.models[0].mesh.devices.flat[0]
-        use_compilation_cache(config.compilation_cache_dir, device, config.compilation_cache_max_bytes)
+        programs = use_compilation_cache(config.compilation_cache_dir, device, config.compilation_cache_max_bytes)
         (runner,) = make_runners(plan)[0]
+        if programs is not None:
+            check_entries(programs)
         logger.info("%s is ready with %d devices", f"rank {self._place.rank}", jax.local_device_count())
         return runner
 
