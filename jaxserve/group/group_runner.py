@@ -47,7 +47,7 @@ class GroupRunner:
 
     def launch(self, plans: Sequence[StepPlan]) -> None:
         """See ``Runner``."""
-        number, data = self._number, encode_plans(self._sent.shorten(plans))
+        number, data = self._number, encode_plans(plans, self._sent)
         self._leader.launched(number)
         self._leader.send_all(Launch(number, data))
         self._number += 1
