@@ -19,6 +19,7 @@ from jaxserve.group.messages import (
     Challenge,
     End,
     Hello,
+    Shard,
     ToFollower,
     ToLeader,
     Welcome,
@@ -46,7 +47,12 @@ class PeerConnection:
         self._lock = threading.Lock()
         self.num_sent_bytes = 0
 
-    def send(self, message: ToFollower | ToLeader) -> None:
+    @property
+    def own_address(self) -> str:
+        """Address of this machine at which the other side sees it."""
+        return self._link.getsockname()[0]
+
+    def send(self, message: ToFollower | ToLeader | Shard) -> None:
         """Send a message.
 
         Raises:
