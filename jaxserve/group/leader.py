@@ -65,6 +65,7 @@ class Leader:
         self._is_lost = threading.Event()
         self._reports: queue.SimpleQueue[tuple[bool, int, JaxserveError]] = queue.SimpleQueue()
         self._limits = SilenceLimits(place.step_timeout)
+        self._peers: Peers | None = None
 
     @property
     def members(self) -> list[Member]:
@@ -173,7 +174,7 @@ class Leader:
         """
         if plan.num_stages == 1:
             return None
-        peers = Peers(self.place, self.place.address, self.fail)
+        self._peers = peers = Peers(self.place, self.place.address, self.fail)
         found = [peers.address, *(self._expect(member, Listening) for member in self.members)]
         addresses = Addresses([each.host for each in found], [each.port for each in found])
         self.send_all(addresses)
@@ -272,6 +273,8 @@ class Leader:
         until_s = time.monotonic() + (_FAIL_S if reason else _END_S)
         for member in self.members:
             member.has_ended.wait(max(0.0, until_s - time.monotonic()))
+        if self._peers is not None:
+            self._peers.close()
 
     def metrics(self, prefix: str) -> list[Metric]:
         """Return the progress of each follower, and the bytes sent to it."""

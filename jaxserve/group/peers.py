@@ -1,6 +1,7 @@
 """Direct connections between the processes of a group, for what pipeline stages hand over to each other."""
 
 import collections
+import contextlib
 import logging
 import queue
 import socket
@@ -38,10 +39,10 @@ class Peers:
         self._on_failure = on_failure
         self._connections: dict[int, PeerConnection] = {}
         self._epoch = 0
-        self._unsent: queue.SimpleQueue[tuple[int, int, int, Sequence[jax.Array]]] = queue.SimpleQueue()
+        self._unsent: queue.SimpleQueue[tuple[int, int, int, Sequence[jax.Array]] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._arrived: dict[tuple[int, int], collections.deque[Shard]] = {}
-        self._ended: dict[int, OSError] = {}
+        self._ended: dict[int, Exception] = {}
 
     @property
     def address(self) -> Listening:
@@ -78,14 +79,17 @@ class Peers:
         threading.Thread(target=self._write, name="jaxserve-stages", daemon=True).start()
 
     def _dialled(self, rank: int, host: str, port: int) -> PeerConnection:
-        try:
-            connection = PeerConnection(socket.create_connection((host, port), timeout=self._place.join_timeout))
-            introduce(connection, self._place)
-        except OSError as error:
-            raise ConfigError(
-                f"rank {self._place.rank} cannot reach rank {rank} at {host}:{port} for what their pipeline stages "
-                f"hand over: {error}"
-            ) from error
+        with contextlib.ExitStack() as failing:
+            try:
+                connection = PeerConnection(socket.create_connection((host, port), timeout=self._place.join_timeout))
+                failing.callback(connection.close)
+                introduce(connection, self._place)
+            except OSError as error:
+                raise ConfigError(
+                    f"rank {self._place.rank} cannot reach rank {rank} at {host}:{port} for what their pipeline stages "
+                    f"hand over: {error}"
+                ) from error
+            failing.pop_all()
         return connection
 
     def _accept(self, expected: set[int]) -> None:
@@ -107,6 +111,12 @@ class Peers:
         except OSError as error:
             logger.warning("refused a connection from %s: %s", address[0], error)
         connection.close()
+
+    def close(self) -> None:
+        """Close all connections, once no step is in flight in any process."""
+        self._unsent.put(None)
+        for connection in self._connections.values():
+            connection.close()
 
     # ---------------------------------------------------------------- steps
 
@@ -150,7 +160,7 @@ class Peers:
                 with self._changed:
                     self._arrived.setdefault((rank, shard.channel), collections.deque()).append(shard)
                     self._changed.notify_all()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: this side is closed
             with self._changed:
                 self._ended[rank] = error
                 self._changed.notify_all()
@@ -158,8 +168,8 @@ class Peers:
     def _write(self) -> None:
         """Send shards in the order in which they are computed."""
         try:
-            while True:
-                process, epoch, channel, shards = self._unsent.get()
+            while (unsent := self._unsent.get()) is not None:
+                process, epoch, channel, shards = unsent
                 for index, shard in enumerate(shards):
                     data = np.asarray(shard).tobytes()
                     self._send(process, Shard(epoch, channel, index == len(shards) - 1, data))
@@ -169,5 +179,5 @@ class Peers:
     def _send(self, process: int, shard: Shard) -> None:
         try:
             self._connections[process].send(shard)
-        except OSError as error:  # those that wait for this rank are told by who reads from it
+        except OSError as error:  # a launch that waits for this rank fails by itself
             logger.warning("rank %d cannot be sent what a stage computed: %s", process, error)
