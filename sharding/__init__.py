@@ -1,9 +1,10 @@
 """Device meshes, sharding layouts as data, and collectives. Imports no other package of this project."""
 
 from sharding.axes import LOGICAL_AXES, MESH_AXES
-from sharding.global_arrays import hand_over, is_shared, on_all, own_device, put, put_parts
+from sharding.global_arrays import hand_over, is_shared, on_all, own_device, own_devices, put, put_parts
 from sharding.layout import LayoutError, ShardingLayout, stacked, whole_and_split
 from sharding.mesh import MeshError, MeshShape, PlannedDevice, data_slices, ensure_cpu_devices, make_mesh, stage_slices
+from sharding.moves import Moves, find_moves
 from sharding.registry import LAYOUTS, get_layout
 
 __all__ = [
@@ -13,16 +14,19 @@ __all__ = [
     "LayoutError",
     "MeshError",
     "MeshShape",
+    "Moves",
     "PlannedDevice",
     "ShardingLayout",
     "data_slices",
     "ensure_cpu_devices",
+    "find_moves",
     "get_layout",
     "hand_over",
     "is_shared",
     "make_mesh",
     "on_all",
     "own_device",
+    "own_devices",
     "put",
     "put_parts",
     "stage_slices",

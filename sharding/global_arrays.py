@@ -22,8 +22,9 @@ def put(array: np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index], dtype=array.dtype)
 
 
-def put_parts(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[Device, np.ndarray]) -> jax.Array:
-    """Return an array made of the parts of the devices; those of other processes are not needed and not read."""
+def put_parts(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[Device, Any]) -> jax.Array:
+    """Return an array made of the parts of the devices, in host memory or on any device of this process; those of other
+    processes are not needed and not read."""
     own = sharding.addressable_devices
     shards = [jax.device_put(part, device) for device, part in parts.items() if device in own]
     return jax.make_array_from_single_device_arrays(shape, sharding, jax.block_until_ready(shards))
@@ -47,14 +48,18 @@ def is_shared(mesh: Mesh) -> bool:
     return len({device.process_index for device in mesh.devices.flat}) > 1
 
 
+def own_devices(mesh: Mesh) -> list[Device]:
+    """Return the devices of a mesh that belong to this process; all of a planned mesh."""
+    devices = [*mesh.devices.flat]
+    if isinstance(devices[0], PlannedDevice):
+        return devices
+    return [device for device in devices if device.process_index == jax.process_index()]
+
+
 def own_device(mesh: Mesh | None = None) -> Device:
-    """Return the first device of this process, of all or of a mesh; of a planned mesh its first device.
+    """Return the first device of this process, of a mesh if it has any there; of a planned mesh its first device.
 
     Only devices of this process can be asked for their memory.
     """
-    if mesh is None:
-        return jax.local_devices()[0]
-    first = mesh.devices.flat[0]
-    if isinstance(first, PlannedDevice) or not is_shared(mesh):
-        return first
-    return next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+    own = [] if mesh is None else own_devices(mesh)
+    return own[0] if own else jax.local_devices()[0]

@@ -24,21 +24,21 @@ class Processes:
         """Return the number of devices of a mesh that each process has.
 
         Raises:
-            MeshError: The processes cannot share the mesh equally, or it has slices.
+            MeshError: The processes cannot share the mesh equally, or it has data slices.
         """
         if self.count == 1:
             return shape.num_devices
-        for axis in ("data", "stage"):
-            if getattr(shape, axis) > 1:
-                raise MeshError(
-                    f"mesh axis {axis!r} of size {getattr(shape, axis)} needs one process, but the group has "
-                    f"{self.count}; use only the axes 'tensor' and 'expert'"
-                )
+        if shape.data > 1:
+            raise MeshError(
+                f"mesh axis 'data' of size {shape.data} needs one process, but the group has {self.count}; use only "
+                "the axes 'stage', 'tensor' and 'expert'"
+            )
         if shape.num_devices % self.count:
             fitting = ", ".join(str(self.count * each) for each in (1, 2, 4))
+            sizes = f"stage={shape.stage}, tensor={shape.tensor}, expert={shape.expert}"
             raise MeshError(
-                f"{self.count} processes cannot share a mesh of {shape.num_devices} devices equally (tensor="
-                f"{shape.tensor}, expert={shape.expert}); use one of {fitting} or another multiple of {self.count}"
+                f"{self.count} processes cannot share a mesh of {shape.num_devices} devices equally ({sizes}); use one "
+                f"of {fitting} or another multiple of {self.count}"
             )
         return shape.num_devices // self.count
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
+
 from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.api.errors import JaxserveError
 from jaxserve.api.pooling_params import PoolingParams
@@ -24,6 +26,7 @@ from jaxserve.models.drafters.speculators import with_verifier
 
 NUM_REQUESTS = 24
 LIMIT_S = 300
+_WANTED, _FOUND = "compile_requests_use_cache", "cache_hits"
 
 
 def run_requests(started: StartedEngine) -> list[Any]:
@@ -72,6 +75,18 @@ def free_ports() -> int:
         return first.getsockname()[1]
 
 
+def num_compiled(directory: Path, rank: int) -> tuple[int, int]:
+    """Number of programs that a process needed, and of those that it had to compile."""
+    events = (directory / f"programs{rank}").read_text().split()
+    wanted, found = (events.count(f"/jax/compilation_cache/{name}") for name in (_WANTED, _FOUND))
+    return wanted, wanted - found
+
+
+def _note(path: Path, event: str) -> None:
+    with path.open("a") as file:
+        file.write(f"{event}\n")
+
+
 def _fail(error: JaxserveError) -> NoReturn:
     print(error, file=sys.stderr, flush=True)
     os._exit(70)
@@ -82,6 +97,7 @@ def main() -> None:
     rank, count, port, directory = int(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5])
     arguments = json.loads(sys.argv[2])
     secret = (directory / "secret").read_bytes()
+    jax.monitoring.register_event_listener(lambda event, **_: _note(directory / f"programs{rank}", event))
     place = GroupPlace("127.0.0.1", port, count, rank, secret, join_timeout=120.0, step_timeout=60.0)
     if rank:
         run_follower(arguments, place)

@@ -50,7 +50,7 @@ class RemoteRunner:
     def launch(self, plans: Sequence[StepPlan]) -> None:
         """See ``Runner``."""
         self.plans.append(encode_plans(plans))
-        self._ask("launch", encode_plans(self._sent.shorten(plans)))
+        self._ask("launch", encode_plans(plans, self._sent))
 
     def collect(self) -> list[StepResult]:
         """See ``Runner``."""

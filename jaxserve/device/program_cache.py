@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import distributed  # the public module does not show its state
 
 from jaxserve.layers.cpu import cpu_key
 from sharding.mesh import Device
@@ -38,7 +39,7 @@ def use_compilation_cache(directory: str | None, device: Device, max_bytes: int 
 
     Args:
         directory: Cache directory; None for the user's cache directory, empty for no cache.
-        device: Target device; each kind has its own subdirectory.
+        device: Target device; each kind has its own subdirectory, and so has each process of a JAX job.
         max_bytes: Largest size of the subdirectory; those entries go first that were not used for longest. 0: no limit.
 
     Returns:
@@ -53,6 +54,11 @@ def use_compilation_cache(directory: str | None, device: Device, max_bytes: int 
     folder = Path(directory) / kind
     if not _make_private(folder):
         return None
+    if jax.process_count() > 1:
+        folder /= f"process-{jax.process_index()}-of-{jax.process_count()}"
+        if not _make_private(folder):
+            return None
+        _let_this_process_write()
     check_entries(folder)
     is_bounded = max_bytes and (os.access(folder, os.W_OK) or not folder.exists())
     jax.config.update("jax_compilation_cache_max_size", max_bytes if is_bounded else -1)
@@ -60,6 +66,18 @@ def use_compilation_cache(directory: str | None, device: Device, max_bytes: int 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
+
+
+def _let_this_process_write() -> None:
+    """Let JAX write programs in every process of a job, each to its own folder.
+
+    JAX writes in process 0 alone, so that processes do not write one entry at the same time. Yet on CPUs the key of a
+    program depends on the process, and a pipeline stage has programs that process 0 does not compile. Each process
+    keeps what it has compiled itself: programs are native code, and none is taken from another host or process. Now
+    that the devices are known, JAX reads this number only to choose which process writes programs or sends them.
+    """
+    jax.config.update("jax_share_binary_between_hosts", False)
+    distributed.global_state.process_id = 0
 
 
 def check_entries(folder: Path) -> None:

@@ -17,6 +17,7 @@ from jaxserve.device.runner_interface import RowError, StepResult
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.slots import Slots
 from jaxserve.device.stage import CompiledStep, Stage
+from jaxserve.device.stage_link import StageLink
 from jaxserve.device.state_updates import slot_row
 from jaxserve.device.step_batch import BatchShape
 from jaxserve.device.steps import StepOutput
@@ -24,14 +25,17 @@ from jaxserve.layers.attention import Pools
 from jaxserve.sampling.sampler import NO_TOKEN, VARIANTS
 from jaxserve.scheduling.plan import ON_DEVICE, ChunkTargets, PageCopy, PageGrant, Sampling, SlotSetup, StepPlan
 from jaxserve.scheduling.row_starts import as_array
-from sharding import is_shared, on_all, put
+from sharding import put
+
+_NO_OUTPUT: Any = StepOutput(None, None, None, None, None)  # pyright: ignore[reportArgumentType]
 
 
 class PendingStep(NamedTuple):
     """A launched step whose outputs are being copied to the host.
 
     Attributes:
-        output: Outputs of the last stage; ``expert_tokens`` are a list with those of each stage that counts them.
+        output: Outputs of the last stage, None if other processes have it; ``expert_tokens`` are a list with those of
+            each stage that counts them.
         plans: Plan of each lane.
         errors: Rows of each lane whose inputs could not be built.
     """
@@ -56,7 +60,7 @@ class PendingStep(NamedTuple):
 def _result(output: Any, plan: StepPlan, errors: tuple[RowError, ...]) -> StepResult:
     """Return a lane's result from its part of the outputs."""
     counted = np.concatenate(output.expert_tokens) if output.expert_tokens else None
-    tokens = _token_lists(output.tokens, plan)
+    tokens = [] if output.tokens is None else _token_lists(output.tokens, plan)
     return StepResult(tokens, output.logprobs, output.prompt_logprobs, output.sums, counted, errors)
 
 
@@ -82,7 +86,7 @@ class StepInputs(NamedTuple):
     Attributes:
         plans: Plan of each lane for which they were made.
         shape: Batch shape.
-        step: The compiled step of the last stage.
+        step: The compiled step of the last stage; None if other processes have it.
         variant: Sampler variant.
         buffer: The lanes' buffers from ``batch.build``, one after the other.
         mask: Token mask of each sample, likewise.
@@ -90,10 +94,10 @@ class StepInputs(NamedTuple):
 
     plans: Sequence[StepPlan]
     shape: BatchShape
-    step: CompiledStep
+    step: CompiledStep | None
     variant: str
     buffer: np.ndarray
-    mask: jax.Array | np.ndarray
+    mask: jax.Array | np.ndarray | None
 
     def fit(self, plans: Sequence[StepPlan]) -> bool:
         """Return whether plans have the same rows and change no slot."""
@@ -118,14 +122,15 @@ class LocalRunner:
 
     Args:
         stages: The loaded stages of a model, in order: one without pipeline parallelism.
+        link: Leads to the processes that have the other stages; None if this one has all.
     """
 
-    def __init__(self, stages: Sequence[Stage]):
+    def __init__(self, stages: Sequence[Stage], link: StageLink | None = None):
         self._stages = tuple(stages)
         self._last = stages[-1]
+        self._link = link
         self._forget_steps()
-        model, shapes = self._last.model, self._last.buckets.shapes()
-        self._on_all = on_all(model.mesh) if model.num_lanes > 1 and is_shared(model.mesh) else None
+        model, shapes = self._last.model, self._last.buckets.shapes() if self._last.is_here else ()
         self._open_masks = {
             samples: put(np.full((model.num_lanes * samples, words), -1, np.int32), model.rows_sharding)
             for samples, words in {model.mask_shape(shape.sampler.num_samples) for shape in shapes}
@@ -138,7 +143,7 @@ class LocalRunner:
         sampling = model.config.vocab_size, tuple(model.arguments.values())
         self._lanes = [Slots(model.num_slots, *pages, *sampling, buckets.num_tables) for _ in range(model.num_lanes)]
         self._held_masks = HeldMasks(model.rows_sharding)
-        self._pipeline = Pipeline(self._stages) if len(self._stages) > 1 else None
+        self._pipeline = Pipeline(self._stages, self._link) if len(self._stages) > 1 else None
         self._inputs = collections.deque[StepInputs](maxlen=len(self._stages))
         self._launched = collections.deque[PendingStep]()
 
@@ -151,33 +156,29 @@ class LocalRunner:
             for slots, plan in zip(self._lanes, plans, strict=True):
                 slots.starts.advance(plan)
         output = self._run_last(inputs) if self._pipeline is None else self._run_stages(self._pipeline, inputs, plans)
-        if inputs.variant != "full":
-            output = output._replace(logprobs=None)
-        if not any(pooling.is_last for plan in plans for pooling in plan.pooling):
-            output = output._replace(sums=None)
-        output = self._readable(output)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
         errors = [slots.errors(plan) for slots, plan in zip(self._lanes, plans, strict=True)]
         self._launched.append(PendingStep(output, plans, errors))
 
-    def _readable(self, output: StepOutput) -> StepOutput:
-        """Return outputs that this process can read: where others have some lanes, their parts are gathered."""
-        return output if self._on_all is None else jax.tree.map(self._on_all, output)
-
     def _run_last(self, inputs: StepInputs, *hidden: jax.Array) -> StepOutput:
-        """Launch a step of the last stage, or of the only one."""
+        """Launch a step of the last stage, or of the only one; return what this process knows of its outputs."""
         last = self._last
+        if inputs.step is None:
+            return _NO_OUTPUT
         last.state, output = inputs.step(last.params, last.state, inputs.buffer, inputs.mask, *hidden)
-        if output.expert_tokens is not None:
-            output = output._replace(expert_tokens=[output.expert_tokens])
-        return output
+        if inputs.variant != "full":
+            output = output._replace(logprobs=None)
+        if not any(pooling.is_last for plan in inputs.plans for pooling in plan.pooling):
+            output = output._replace(sums=None)
+        counted = [] if output.expert_tokens is None else last.reported(output.expert_tokens)
+        return last.readable(output._replace(expert_tokens=None))._replace(expert_tokens=counted)
 
     def _run_stages(self, pipeline: Pipeline, inputs: StepInputs, plans: Sequence[StepPlan]) -> StepOutput:
         """Launch a step of every stage of a pipeline."""
         hidden, expert_tokens = pipeline.run(plans, inputs.shape, inputs.buffer)
         output = self._run_last(inputs, *hidden)
-        pipeline.send_back(plans, self._last.state.latest)
+        pipeline.send_back(plans, self._last.state.latest if self._last.is_here else None)
         return output._replace(expert_tokens=[*expert_tokens, *(output.expert_tokens or ())])
 
     def _prepare(self, plans: Sequence[StepPlan]) -> StepInputs:
@@ -203,8 +204,8 @@ class LocalRunner:
         variant = max((slots.variant(plan, is_full) for slots, plan in lanes), key=VARIANTS.index)
         shape, step = last.choose(plans, variant)
         num_samples = shape.sampler.num_samples
-        mask = self._open_masks[num_samples]
-        if any(masked):
+        mask = self._open_masks.get(num_samples)
+        if any(masked) and last.is_here:
             mask = self._held_masks.get(num_samples, masked, functools.partial(self._make_masks, num_samples, masked))
         sizes = VARIANTS.index(variant), max(plan.num_drafts for plan in plans)
         buffer = _joined([batch.build(slots, plan, shape, *sizes) for slots, plan in lanes])
@@ -286,10 +287,11 @@ class LocalRunner:
             lanes = zip(self._lanes, plans, strict=True)
             buffer = _joined([batch.build(slots, plan, shape, *sizes) for slots, plan in lanes])
             hidden = () if self._pipeline is None else self._pipeline.run(plans, shape, buffer)[0]
-            outputs = step(last.params, last.state, buffer, self._open_masks[shape.sampler.num_samples], *hidden)
-            last.state, _ = jax.block_until_ready((outputs[0], self._readable(outputs[1])))
+            if step is not None:
+                outputs = step(last.params, last.state, buffer, self._open_masks[shape.sampler.num_samples], *hidden)
+                last.state, _ = jax.block_until_ready((outputs[0], last.readable(outputs[1])))
             if self._pipeline is not None:
-                self._pipeline.send_back(plans, last.state.latest)
+                self._pipeline.send_back(plans, last.state.latest if last.is_here else None)
         return_freed_memory()
 
     def reset(self) -> None:
@@ -297,8 +299,10 @@ class LocalRunner:
         for pending in self._launched:
             with contextlib.suppress(Exception):
                 pending.wait()
-        for array in jax.tree.leaves([stage.state for stage in self._stages]):
-            array.delete()  # first: there may be no room for the pages twice
+        for stage in self._stages:  # first: there may be no room for the pages twice
+            stage.delete_state()
+        if self._link is not None:
+            self._link.renew()
         self._forget_steps()
         for stage in self._stages:
             stage.load(stage.params)

@@ -28,6 +28,7 @@ from jaxserve.device.step_state import StepState
 from jaxserve.device.steps import HiddenOutput, trace_hidden, trace_step
 from jaxserve.layers.kv_layout import PoolKind
 from jaxserve.scheduling.plan import PageCopy, StepPlan
+from sharding import is_shared, on_all, own_devices
 
 StepKey = tuple[BatchShape, str]
 """Batch shape and sampler variant of a step; ``any`` selects the variant at run time."""
@@ -88,6 +89,8 @@ class Stage:
         platform: JAX platform that decides how steps are split into programs; None for the devices' platform.
 
     Attributes:
+        is_here: Whether this process has devices of it. Otherwise it has no programs, weights or state.
+        is_led: Whether this process reports what each of its processes knows.
         keys: Shape and sampler variant of each step.
         params: Packed parameters (``ShardedModel.packing``).
         state: The pages, and the state of all slots.
@@ -100,6 +103,10 @@ class Stage:
         self.model = model
         given = {"num_arguments": len(model.arguments), "state_distance": model.state_distance}
         self.buckets = dataclasses.replace(buckets, **given)
+        own = own_devices(model.mesh)
+        self.is_here = bool(own)
+        self.is_led = self.is_here and own[0] == model.mesh.devices.flat[0]
+        self._on_all = on_all(model.mesh) if self.is_here and model.num_lanes > 1 and is_shared(model.mesh) else None
         self.platform = platform or model.mesh.devices.flat[0].platform
         if model.is_last:
             self.keys = step_keys(self.buckets, self.platform, model.is_always_full)
@@ -115,6 +122,8 @@ class Stage:
 
     def compile(self) -> None:
         """Trace the programs one after the other, and compile them on all cores."""
+        if not self.is_here:
+            return
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             set_up = submit(pool, trace_set_up(self.model)) if self.model.is_last else None
             copies = {
@@ -171,10 +180,12 @@ class Stage:
     def load(self, params: tuple[jax.Array, ...], state: StepState | None = None) -> None:
         """Set the packed parameters and the state; None allocates the state."""
         self.params = params
-        self.state = self.model.empty_state() if state is None else state
+        if self.is_here:
+            self.state = self.model.empty_state() if state is None else state
 
-    def choose(self, plans: Sequence[StepPlan], variant: str) -> tuple[BatchShape, CompiledStep]:
-        """Return the batch shape and the compiled step of the last stage for the plans of all lanes."""
+    def choose(self, plans: Sequence[StepPlan], variant: str) -> tuple[BatchShape, CompiledStep | None]:
+        """Return the batch shape and the compiled step of the last stage for the plans of all lanes; no step if other
+        processes have it."""
         scores_prompt = any(plan.targets for plan in plans)
         if scores_prompt and self.platform != "cpu":
             shape = self.buckets.scoring_shape
@@ -187,7 +198,18 @@ class Stage:
             else:
                 shape = self.buckets.shape_for(num_tokens, decode_only)
         steps = self._steps if scores_prompt else self._plain_steps
+        if not self.is_here:
+            return shape, None
         return shape, steps.get((shape, variant)) or steps[shape, "any"]
+
+    def readable(self, output: Any) -> Any:
+        """Return outputs that this process can read: where others have some lanes, their parts are gathered."""
+        return output if self._on_all is None else jax.tree.map(self._on_all, output)
+
+    def reported(self, expert_tokens: jax.Array) -> list[jax.Array]:
+        """Return the expert tokens of a step, readable; nothing if another process reports them."""
+        readable = self.readable(expert_tokens)
+        return [readable] if self.is_led else []
 
     def run_layers(
         self, shape: BatchShape, latest: LatestTokens, buffer: np.ndarray, *hidden: jax.Array
@@ -207,6 +229,8 @@ class Stage:
 
     def set_up_slots(self, rows: Sequence[Sequence[np.ndarray]]) -> None:
         """Write slots' rows (see ``slot_row``) of each lane to the state of the last stage."""
+        if not self.is_here:
+            return
         assert self._set_up is not None
         nothing = slot_row(None, self.model.config.vocab_size)
         for lanes in itertools.zip_longest(*rows, fillvalue=nothing):
@@ -215,6 +239,8 @@ class Stage:
 
     def copy_pages(self, copies: Sequence[Sequence[PageCopy]]) -> None:
         """Copy pages of each lane in all pools."""
+        if not self.is_here:
+            return
         programs = [self._copies[model.is_drafter, kind] for model in self._models for kind in model.kv_layout.pools]
         for pages in copy_arrays(copies, self.model.num_pages):
             pools = [copy(pool, *pages) for copy, pool in zip(programs, self.state.pools, strict=False)]
@@ -229,14 +255,21 @@ class Stage:
             states = self._copy_states(self.state.pools[first:], *pages)
             self.state = self.state._replace(pools=(*self.state.pools[:first], *states))
 
-    def items(self) -> Iterable[tuple[StepKey, CompiledStep]]:
-        """Return all steps; on CPUs those of mixed shapes include the scorer."""
-        return self._steps.items()
+    def items(self) -> Iterable[tuple[StepKey, CompiledStep | None]]:
+        """Return all steps; on CPUs those of mixed shapes include the scorer. None are those of other processes."""
+        return self._steps.items() if self.is_here else ((key, None) for key in self.keys)
 
     def delete(self) -> None:
         """Free the devices' memory."""
-        for array in jax.tree.leaves((self.params, self.state)):
+        self.delete_state()
+        for array in jax.tree.leaves(self.params):
             array.delete()
+
+    def delete_state(self) -> None:
+        """Free the memory of the state."""
+        if self.is_here:
+            for array in jax.tree.leaves(self.state):
+                array.delete()
 
     @property
     def temporary_bytes(self) -> int:

@@ -127,8 +127,9 @@ def start_engine(config: EngineConfig, leader: Leader | None = None) -> StartedE
     if AUTO in (config.tool_call_parser, config.reasoning_parser):
         logger.info("tool_call_parser: %s, reasoning_parser: %s", parsers.tools, parsers.reasoning)
     resident_before = resident_bytes()
-    made, temporary_bytes, load_s, compile_s = make_runners(plan)
-    runners = made if leader is None else [lead(leader, each) for each in made]
+    link = None if leader is None else leader.link(plan)
+    made, temporary_bytes, load_s, compile_s = make_runners(plan, link)
+    runners = made if leader is None else [lead(leader, each, plan) for each in made]
     warm_up_s = warm_up_runners(runners) if config.warm_up else 0.0
     if programs is not None:
         check_entries(programs)

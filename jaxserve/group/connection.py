@@ -19,6 +19,7 @@ from jaxserve.group.messages import (
     Challenge,
     End,
     Hello,
+    Shard,
     ToFollower,
     ToLeader,
     Welcome,
@@ -50,7 +51,12 @@ class PeerConnection:
         self._lock = threading.Lock()
         self.num_sent_bytes = 0
 
-    def send(self, message: ToFollower | ToLeader) -> None:
+    @property
+    def own_address(self) -> str:
+        """Address of this machine at which the other side sees it."""
+        return self._link.getsockname()[0]
+
+    def send(self, message: ToFollower | ToLeader | Shard) -> None:
         """Send a message.
 
         Raises:
@@ -91,8 +97,16 @@ class PeerConnection:
         self._link.close()
 
 
-def open_connection(link: socket.socket, place: GroupPlace, is_leader: bool) -> PeerConnection:
+def open_connection(
+    link: socket.socket, place: GroupPlace, is_leader: bool, peer_name: str | None = None
+) -> PeerConnection:
     """Return a connection of messages over a socket, with TLS if the group has certificates; closes it on failure.
+
+    Args:
+        link: The socket, connected.
+        place: The place of this process in the group.
+        is_leader: Whether this side is process 0, or the one that took the connection between two others.
+        peer_name: Address or name that the certificate of the other side must be for; None: any.
 
     Raises:
         OSError: The other side has ended, or shows no certificate that this side trusts.
@@ -101,7 +115,7 @@ def open_connection(link: socket.socket, place: GroupPlace, is_leader: bool) -> 
         failing.callback(link.close)
         secure = None
         if place.certfile is not None:
-            secure = SecureLink(link, place, is_leader, None if is_leader else place.address)
+            secure = SecureLink(link, place, is_leader, peer_name)
         made = PeerConnection(link, secure)
         failing.pop_all()
     return made

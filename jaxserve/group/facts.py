@@ -71,7 +71,9 @@ def plan_facts(plan: EnginePlan) -> dict[str, Any]:
         "platform": device.platform,
         "device": device.device_kind,
         "mesh": " ".join(f"{axis}={size}" for axis, size in plan.mesh_sizes.items()),
-        "devices of each process": [int(device.process_index) for device in first.mesh.devices.flat],
+        "devices of each process": [
+            int(device.process_index) for each in plan.models for device in each.mesh.devices.flat
+        ],
         "layout": repr(first.layout),
         "dtypes": str(first.policy),
         "attention kernel": first.kernel.name,

@@ -20,7 +20,7 @@ import jax
 from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.build import EnginePlan, plan_engine
-from jaxserve.device.program_cache import use_compilation_cache
+from jaxserve.device.program_cache import check_entries, use_compilation_cache
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.start import make_runners
 from jaxserve.group.connection import PeerConnection, introduce, open_connection
@@ -29,6 +29,7 @@ from jaxserve.group.facts import early_facts, plan_facts
 from jaxserve.group.job import join_job
 from jaxserve.group.leader import agreed_plan
 from jaxserve.group.messages import (
+    Addresses,
     Agreed,
     Beat,
     Done,
@@ -39,13 +40,17 @@ from jaxserve.group.messages import (
     Launch,
     Ready,
     Reset,
+    Results,
     ShowStacks,
     Stacks,
     ToLeader,
     WarmUp,
 )
+from jaxserve.group.peers import Peers
+from jaxserve.group.results import encode_results
 from jaxserve.group.secure_link import check_certificate, is_distrust, reason_of
 from jaxserve.group.settings import GroupPlace, host_name
+from jaxserve.group.stage_ranks import StageRanks
 from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.models.loading import check_weights
 from jaxserve.scheduling.plan_codec import SentRows, decode_plans
@@ -110,6 +115,11 @@ class LeaderLink:
             signal.signal(number, self._signalled)
         threading.Thread(target=self._read, name="jaxserve-leader", daemon=True).start()
         threading.Thread(target=self._beat, name="jaxserve-group", daemon=True).start()
+
+    @property
+    def own_address(self) -> str:
+        """Address of this machine at which process 0 sees it."""
+        return self._connection.own_address
 
     def send(self, message: ToLeader) -> None:
         """Send a message; the end of the leader is noticed by the thread that reads."""
@@ -202,15 +212,27 @@ class Follower:
         plan = plan_engine(config, processes=processes)
         self._link.send(Facts(plan_facts(plan)))
         plan = agreed_plan(config, plan, self._link.expect(Agreed).values, processes)
+        self._ranks = StageRanks.of(plan)
         self._runner = self._load(config, plan)
         self._link.send(Ready())
         self._link.is_running = True
 
+    def _stage_link(self, plan: EnginePlan) -> Peers | None:
+        """Connect to the processes that have neighboring pipeline stages; None without stages."""
+        if plan.num_stages == 1:
+            return None
+        peers = Peers(self._place, self._link.own_address, self._link.fail)
+        self._link.send(peers.address)
+        peers.connect(self._link.expect(Addresses), self._ranks.partners(self._place.rank))
+        return peers
+
     def _load(self, config: EngineConfig, plan: EnginePlan) -> LocalRunner:
         check_weights(plan.directory, plan.models[0].whole_model(), plan.load_format)
         device = plan.models[0].mesh.devices.flat[0]
-        use_compilation_cache(config.compilation_cache_dir, device, config.compilation_cache_max_bytes)
-        (runner,) = make_runners(plan)[0]
+        programs = use_compilation_cache(config.compilation_cache_dir, device, config.compilation_cache_max_bytes)
+        (runner,) = make_runners(plan, self._stage_link(plan))[0]
+        if programs is not None:
+            check_entries(programs)
         logger.info("%s is ready with %d devices", f"rank {self._place.rank}", jax.local_device_count())
         return runner
 
@@ -238,6 +260,8 @@ class Follower:
                 number, plans = self._steps.get()
                 results = self._runner.collect()
                 self._link.send(Done(number, self._digests.add(plans, results)))
+                if self._place.rank in self._ranks.reporters:
+                    self._link.send(Results(number, encode_results(results)))
                 self._steps.task_done()
         except BaseException as error:
             self._link.fail(error)
@@ -259,7 +283,7 @@ def _connected(place: GroupPlace) -> PeerConnection:
     while True:
         try:
             link = socket.create_connection((place.address, place.port), timeout=place.join_timeout)
-            connection = open_connection(link, place, is_leader=False)
+            connection = open_connection(link, place, is_leader=False, peer_name=place.address)
             with contextlib.ExitStack() as failing:
                 failing.callback(connection.close)
                 introduce(connection, place)

@@ -7,7 +7,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from jaxserve.api.config import EngineConfig
@@ -18,9 +18,25 @@ from jaxserve.group.connection import greet, machine_name, open_connection, welc
 from jaxserve.group.facts import difference, early_facts, least, plan_facts
 from jaxserve.group.job import join_job
 from jaxserve.group.members import Member, SilenceLimits
-from jaxserve.group.messages import Agreed, Beat, End, Facts, Hello, Joined, Ready, Reset, ShowStacks, ToFollower
+from jaxserve.group.messages import (
+    Addresses,
+    Agreed,
+    Beat,
+    End,
+    Facts,
+    Hello,
+    Joined,
+    Listening,
+    Ready,
+    Reset,
+    Results,
+    ShowStacks,
+    ToFollower,
+)
+from jaxserve.group.peers import Peers
 from jaxserve.group.secure_link import check_certificate, reason_of
 from jaxserve.group.settings import GroupPlace, host_name
+from jaxserve.group.stage_ranks import StageRanks
 from sharding.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -53,6 +69,7 @@ class Leader:
         self._is_lost = threading.Event()
         self._reports: queue.SimpleQueue[tuple[bool, int, JaxserveError]] = queue.SimpleQueue()
         self._limits = SilenceLimits(place.step_timeout)
+        self._peers: Peers | None = None
 
     @property
     def members(self) -> list[Member]:
@@ -158,6 +175,22 @@ class Leader:
             member.send(Agreed(numbers))
         return numbers
 
+    def link(self, plan: EnginePlan) -> Peers | None:
+        """Connect the processes that exchange what pipeline stages hand over; return this one's part, None without
+        stages.
+
+        Raises:
+            JaxserveError: A follower cannot be reached, or failed.
+        """
+        if plan.num_stages == 1:
+            return None
+        self._peers = peers = Peers(self.place, self.place.address, self.fail)
+        found = [peers.address, *(self._expect(member, Listening) for member in self.members)]
+        addresses = Addresses([each.host for each in found], [each.port for each in found])
+        self.send_all(addresses)
+        peers.connect(addresses, StageRanks.of(plan).partners(0))
+        return peers
+
     def wait_ready(self) -> None:
         """Wait until all followers are compiled and loaded; from now on, a lost one ends the process.
 
@@ -193,11 +226,35 @@ class Leader:
         for member in self.members:
             member.steps.launched(number)
 
-    def computed(self, number: int, digest: bytes) -> None:
-        """Note the digest of a step, and compare it with those that have come."""
+    def computed(self, number: int, digest: bytes, of_plans: bytes, samplers: Container[int]) -> None:
+        """Note the digests of a step, and compare them with those that have come.
+
+        Args:
+            number: Number of the step.
+            digest: Digest of plans and tokens.
+            of_plans: Digest of the plans alone.
+            samplers: Ranks that know the tokens.
+        """
         for member in self.members:
-            if not member.steps.computed(number, digest):
+            if not member.steps.computed(number, digest if member.rank in samplers else of_plans):
                 self._diverged(member, number)
+
+    def results(self, rank: int, number: int) -> bytes:
+        """Wait for what a follower reports of a step.
+
+        Raises:
+            JaxserveError: It failed.
+        """
+        found = self._members[rank].inbox.get()
+        if isinstance(found, JaxserveError):
+            raise found
+        assert isinstance(found, Results) and found.number == number, f"expected results of step {number}, got {found}"
+        return found.data
+
+    def fail(self, error: BaseException) -> None:
+        """Let the group end because of an error on a thread of this process."""
+        logger.error("rank 0 failed: %s", error)
+        self._reports.put((True, 0, EngineDeadError(f"rank 0: {error}")))
 
     def reset(self) -> None:
         """Let all followers drop the steps in flight."""
@@ -235,6 +292,8 @@ class Leader:
         until_s = time.monotonic() + (_FAIL_S if reason else _END_S)
         for member in self.members:
             member.has_ended.wait(max(0.0, until_s - time.monotonic()))
+        if self._peers is not None:
+            self._peers.close()
 
     def metrics(self, prefix: str) -> list[Metric]:
         """Return the progress of each follower, and the bytes sent to it."""

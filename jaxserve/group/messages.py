@@ -66,6 +66,35 @@ class Agreed:
 
 
 @dataclass(frozen=True, slots=True)
+class Listening:
+    """Where a process waits for those that it exchanges stages' arrays with."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where each process waits, in the order of ranks."""
+
+    hosts: list[str]
+    ports: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A shard of an array that one pipeline stage hands over to another, sent from process to process."""
+
+    epoch: int
+    """Number of resets before it."""
+    channel: int
+    """Which stages hand it over."""
+    is_last: bool
+    """Whether it is the last one of a step."""
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """The follower is compiled and loaded."""
 
@@ -97,6 +126,15 @@ class Done:
     number: int
     digest: bytes
     """Eight bytes that depend on the plans and the tokens of all steps so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a step gave in stages that the leader has no part of."""
+
+    number: int
+    data: bytes
+    """See ``encode_results``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +173,15 @@ class End:
     """Why the group failed; empty: it did not."""
 
 
-ToFollower = Challenge | Welcome | Joined | Agreed | WarmUp | Launch | Reset | Beat | ShowStacks | End
-ToLeader = Hello | Facts | Ready | Done | Beat | Stacks | Failed
+ToFollower = Challenge | Welcome | Joined | Agreed | Addresses | WarmUp | Launch | Reset | Beat | ShowStacks | End
+ToLeader = Hello | Facts | Listening | Ready | Done | Results | Beat | Stacks | Failed
 
 CODEC = Codec(
     {
         cls: dataclass_form(cls)
         for cls in (
             *(Challenge, Hello, Welcome, Joined, Facts, Agreed, Ready, WarmUp, Launch, Reset, Done),
-            *(Beat, ShowStacks, Stacks, Failed, End),
+            *(Beat, ShowStacks, Stacks, Failed, End, Listening, Addresses, Shard, Results),
         )
     }
 )

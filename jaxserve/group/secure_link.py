@@ -17,7 +17,7 @@ class SecureLink:
     Args:
         link: The socket, connected.
         place: The certificate of this side and its authority.
-        is_leader: Whether this side is process 0.
+        is_leader: Whether this side is process 0, or the one that took the connection between two others.
         peer_name: Address or name that the certificate of the other side must be for; None: any.
 
     Raises:

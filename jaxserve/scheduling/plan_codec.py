@@ -6,6 +6,7 @@ name no class, so that decoding makes nothing but plans. Both ends are processes
 
 import collections
 import dataclasses
+import operator
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -28,18 +29,33 @@ from jaxserve.scheduling.plan import (
 
 _msgpack: Any = msgpack  # has no types
 _ROWS = ("slots", "starts", "lengths", "num_samples", "token_ids", "targets", "pooling")
-_NO_ROWS = MappingProxyType(vars(StepPlan(0)))
+_FIELDS = tuple(field.name for field in dataclasses.fields(StepPlan))
+_FIRST_ROW, _PAST_ROWS = _FIELDS.index(_ROWS[0]), _FIELDS.index(_ROWS[-1]) + 1
+_values = operator.attrgetter(*_FIELDS)
+_before_rows = operator.attrgetter(*_FIELDS[:_FIRST_ROW])
+_after_rows = operator.attrgetter(*_FIELDS[_PAST_ROWS:])
+_NO_ROWS: Sequence[Sequence[int]] = ((),) * len(_ROWS)
 _MOST_KEPT = 16  # more than the microbatches of any pipeline, whose rows alternate
 
 
-def encode_plans(plans: Sequence[StepPlan]) -> bytes:
-    """Return the plans of a step, one per lane, as bytes."""
-    fields = [[getattr(plan, field.name) for field in dataclasses.fields(StepPlan)] for plan in plans]
-    return _msgpack.Packer(default=_numbers).pack(fields)
+def encode_plans(plans: Sequence[StepPlan], sent: "SentRows | None" = None) -> bytes:
+    """Return the plans of a step, one per lane, as bytes.
+
+    Args:
+        plans: The plans.
+        sent: The rows that the receiver has, which are left out; these plans' rows are added to them.
+    """
+    if sent is None:
+        return _msgpack.packb([_values(plan) for plan in plans], default=_numbers)
+    known = sent.add(plans)
+    return _msgpack.packb(
+        [_values_but_rows(plan) if is_known else _values(plan) for plan, is_known in zip(plans, known, strict=True)],
+        default=_numbers,
+    )
 
 
 def decode_plans(data: bytes) -> list[StepPlan]:
-    """Return plans that equal the encoded ones.
+    """Return plans that equal the encoded ones, but for rows that were left out.
 
     Raises:
         ValueError: The bytes are not those of ``encode_plans``.
@@ -53,24 +69,21 @@ def decode_plans(data: bytes) -> list[StepPlan]:
 class SentRows:
     """The rows of the latest plans, so that a plan with the same rows as one of them travels without its own.
 
-    Sender and receiver have one each, and call ``shorten`` and ``restore`` for all plans in the same order.
+    Sender and receiver have one each. The sender passes it to ``encode_plans``, and the receiver gives what it has
+    decoded to ``restore``, in the same order.
     """
 
     def __init__(self):
         self._lanes: list[collections.OrderedDict[int, StepPlan]] = []
 
-    def shorten(self, plans: Sequence[StepPlan]) -> list[StepPlan]:
-        """Return the plans of a step, one per lane, without rows that the receiver has."""
-        empty = {name: _NO_ROWS[name] for name in _ROWS}
-        shortened = [
-            dataclasses.replace(plan, **empty) if plan.same_rows_as in sent else plan
-            for plan, sent in zip(plans, self._of(plans), strict=True)
-        ]
+    def add(self, plans: Sequence[StepPlan]) -> list[bool]:
+        """Keep the rows of a step's plans, one per lane; return which are there already."""
+        known = [plan.same_rows_as in sent for plan, sent in zip(plans, self._of(plans), strict=True)]
         self._keep(plans)
-        return shortened
+        return known
 
     def restore(self, plans: Sequence[StepPlan]) -> list[StepPlan]:
-        """Return plans as they were before ``shorten``."""
+        """Return decoded plans with the rows that were left out, and keep their rows."""
         restored = list[StepPlan]()
         for plan, sent in zip(plans, self._of(plans), strict=True):
             known = None if plan.same_rows_as is None or plan.slots else sent.get(plan.same_rows_as)
@@ -92,6 +105,11 @@ class SentRows:
                 sent.popitem(last=False)
 
 
+def _values_but_rows(plan: StepPlan) -> Sequence[Any]:
+    """Return the fields of a plan, with those of its rows empty."""
+    return (*_before_rows(plan), *_NO_ROWS, *_after_rows(plan))
+
+
 def _numbers(value: object) -> list[int]:
     """Return the numbers of a column, which MessagePack does not know."""
     if isinstance(value, array):
@@ -100,8 +118,7 @@ def _numbers(value: object) -> list[int]:
 
 
 def _plan(values: Sequence[Any]) -> StepPlan:
-    names = [field.name for field in dataclasses.fields(StepPlan)]
-    return StepPlan(**{name: _field(name, value) for name, value in zip(names, values, strict=True)})
+    return StepPlan(**{name: _field(name, value) for name, value in zip(_FIELDS, values, strict=True)})
 
 
 def _field(name: str, value: Any) -> Any:

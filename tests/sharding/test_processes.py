@@ -31,10 +31,10 @@ def test_each_process_has_as_many_devices() -> None:
     [
         (
             MeshShape(tensor=3),
-            r"share a mesh of 3 devices equally \(tensor=3, expert=1\); use one of 2",
+            r"share a mesh of 3 devices equally \(stage=1, tensor=3, expert=1\); use one of 2",
         ),
         (MeshShape(), "2 processes cannot share a mesh of 1 devices equally"),
-        (MeshShape(stage=2), "mesh axis 'stage' of size 2 needs one process, but the group has 2"),
+        (MeshShape(stage=3), r"share a mesh of 3 devices equally \(stage=3, tensor=1, expert=1\)"),
         (MeshShape(data=2, tensor=2), "mesh axis 'data' of size 2 needs one process"),
     ],
 )

@@ -56,6 +56,17 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     ("deepseek", 2, {"mesh": "tensor=4"}),
     ("gpt_oss", 2, {"mesh": "tensor=2,expert=2", "num_gpu_blocks_override": 32}),
     ("gpt_oss", 2, {"mesh": "tensor=4", "num_gpu_blocks_override": 32}),
+    ("llama", 2, {"mesh": "stage=2", "async_scheduling": False}),
+    ("llama", 2, {"mesh": "stage=2", "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    ("sparse", 2, {"mesh": "stage=2", "expert_load_metrics": 1}),
+    ("sparse", 4, {"mesh": "stage=2,expert=2", "expert_load_metrics": 1, "async_scheduling": False}),
+    *(
+        (shape, count, {"mesh": mesh, "num_gpu_blocks_override": 32})
+        for shape in SHAPES
+        for mesh in ("stage=4", "stage=2,tensor=2", "stage=2,expert=2")
+        for count in (2, 4)
+        if shape != "llama" or "expert" not in mesh
+    ),
 ]
 
 
@@ -64,7 +75,10 @@ def test_processes_give_what_one_gives(shape: str, count: int, settings: dict[st
     """Texts, tokens and finish reasons are equal; logprobs and vectors but for the last bits."""
     model = tmp_path / "model"
     model.mkdir()
-    write_checkpoint_with_tokenizer(model, SHAPES[shape], seed=7)
+    config = {**SHAPES[shape]}
+    if settings["mesh"] == "stage=4":
+        config |= {"num_hidden_layers": 4, "layer_types": config.get("layer_types", []) * 2 or None}
+    write_checkpoint_with_tokenizer(model, config, seed=7)
     arguments = {"model": str(model), **SETTINGS, **settings, "compilation_cache_dir": str(PROGRAMS_CACHE)}
     found = outcomes_of_group(arguments, count, tmp_path)
     started = start(arguments)

@@ -18,6 +18,7 @@ from jaxserve.group.leader import Leader
 from jaxserve.group.members import SilenceLimits
 from jaxserve.group.messages import Beat, Done, End, Failed, Joined, Launch, Ready, Reset, ShowStacks, WarmUp
 from jaxserve.group.settings import GroupPlace
+from jaxserve.group.stage_ranks import StageRanks
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.plan_codec import SentRows, decode_plans
 
@@ -154,7 +155,7 @@ def pair(
         follower.connection.send(Ready())
         leader.wait_ready()
         own = FakeRunner()
-        yield leader, follower, GroupRunner(leader, own), own
+        yield leader, follower, GroupRunner(leader, own, StageRanks([[0, 1]], False)), own
 
 
 def plan_of(number: int, previous: StepPlan | None = None) -> StepPlan:

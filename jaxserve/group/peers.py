@@ -1,0 +1,190 @@
+"""Direct connections between the processes of a group, for what pipeline stages hand over to each other."""
+
+import collections
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jaxserve.api.errors import ConfigError
+from jaxserve.group.connection import PeerConnection, greet, introduce, open_connection, welcome
+from jaxserve.group.messages import Addresses, End, Listening, Shard
+from jaxserve.group.secure_link import reason_of
+from jaxserve.group.settings import GroupPlace
+
+logger = logging.getLogger(__name__)
+
+_HANDSHAKE_S = 10.0
+_POLL_S = 0.2
+
+
+class Peers:
+    """A ``StageLink`` over connections to the processes that have neighboring stages.
+
+    Args:
+        place: The place of this process in the group.
+        host: Address of this process that the others can reach.
+        on_failure: Called on another thread if what is to be sent cannot be computed.
+    """
+
+    def __init__(self, place: GroupPlace, host: str, on_failure: Callable[[BaseException], object]):
+        self._place = place
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((host, 0), family=family)
+        self._on_failure = on_failure
+        self._connections: dict[int, PeerConnection] = {}
+        self._epoch = 0
+        self._unsent: queue.SimpleQueue[tuple[int, int, int, Sequence[jax.Array]] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._arrived: dict[tuple[int, int], collections.deque[Shard]] = {}
+        self._ended: dict[int, Exception] = {}
+
+    @property
+    def address(self) -> Listening:
+        """Where this process waits for the others."""
+        host, port, *_ = self._listener.getsockname()
+        return Listening(host, port)
+
+    def connect(self, addresses: Addresses, ranks: Sequence[int]) -> None:
+        """Connect to some ranks, which do the same.
+
+        Args:
+            addresses: Where each waits.
+            ranks: The ranks.
+
+        Raises:
+            ConfigError: One cannot be reached within ``join_timeout``, or does not have the secret.
+        """
+        deadline_s = time.monotonic() + self._place.join_timeout
+        with self._listener:
+            for rank in ranks:
+                if rank < self._place.rank:
+                    self._connections[rank] = self._dialled(rank, addresses.hosts[rank], addresses.ports[rank])
+            expected = {rank for rank in ranks if rank > self._place.rank}
+            while expected - self._connections.keys():
+                self._accept(expected - self._connections.keys())
+                if time.monotonic() > deadline_s:
+                    missing = ", ".join(map(str, sorted(expected - self._connections.keys())))
+                    raise ConfigError(f"ranks {missing} did not connect to rank {self._place.rank}")
+        for rank, connection in self._connections.items():
+            connection.set_timeout(None)
+            threading.Thread(
+                target=self._read, args=(rank, connection), name=f"jaxserve-stages-{rank}", daemon=True
+            ).start()
+        threading.Thread(target=self._write, name="jaxserve-stages", daemon=True).start()
+
+    def _dialled(self, rank: int, host: str, port: int) -> PeerConnection:
+        with contextlib.ExitStack() as failing:
+            try:
+                link = socket.create_connection((host, port), timeout=self._place.join_timeout)
+                name = self._place.address if rank == 0 else None
+                connection = open_connection(link, self._place, is_leader=False, peer_name=name)
+                failing.callback(connection.close)
+                introduce(connection, self._place)
+            except OSError as error:
+                raise ConfigError(
+                    f"rank {self._place.rank} cannot reach rank {rank} at {host}:{port} for what their pipeline stages "
+                    f"hand over: {reason_of(error)}"
+                ) from error
+            failing.pop_all()
+        return connection
+
+    def _accept(self, expected: set[int]) -> None:
+        """Take one of some ranks in, if it connects soon."""
+        self._listener.settimeout(_POLL_S)
+        try:
+            link, address = self._listener.accept()
+        except TimeoutError:
+            return
+        link.settimeout(_HANDSHAKE_S)
+        try:
+            connection = open_connection(link, self._place, is_leader=True)
+        except OSError as error:
+            logger.warning("refused a connection from %s: %s", address[0], reason_of(error))
+            return
+        try:
+            hello = greet(connection, self._place)
+            if hello.rank in expected:
+                welcome(connection, self._place, hello)
+                self._connections[hello.rank] = connection
+                return
+            connection.send(End(f"rank {hello.rank} is not expected at rank {self._place.rank}"))
+        except OSError as error:
+            logger.warning("refused a connection from %s: %s", address[0], error)
+        connection.close()
+
+    def close(self) -> None:
+        """Close all connections, once no step is in flight in any process."""
+        self._unsent.put(None)
+        for connection in self._connections.values():
+            connection.close()
+
+    # ---------------------------------------------------------------- steps
+
+    def send(self, process: int, channel: int, shards: Sequence[jax.Array]) -> None:
+        """See ``StageLink``."""
+        for shard in shards:
+            shard.copy_to_host_async()
+        self._unsent.put((process, self._epoch, channel, shards))
+
+    def receive(self, process: int, channel: int) -> list[bytes]:
+        """See ``StageLink``."""
+        found = list[bytes]()
+        while True:
+            shard = self._next(process, channel)
+            if shard.epoch < self._epoch:
+                continue
+            found.append(shard.data)
+            if shard.is_last:
+                return found
+
+    def renew(self) -> None:
+        """See ``StageLink``."""
+        self._epoch += 1
+
+    def _next(self, process: int, channel: int) -> Shard:
+        with self._changed:
+            arrived = self._arrived.setdefault((process, channel), collections.deque())
+            while not arrived:
+                if process in self._ended:
+                    raise ConnectionError(f"rank {process} has ended: {self._ended[process]}")
+                self._changed.wait()
+            return arrived.popleft()
+
+    def _read(self, rank: int, connection: PeerConnection) -> None:
+        """Keep what a rank sends until it is received."""
+        try:
+            while True:
+                shard = connection.receive()
+                if not isinstance(shard, Shard):
+                    raise ConnectionError(f"it sent {type(shard).__name__} in place of a shard")
+                with self._changed:
+                    self._arrived.setdefault((rank, shard.channel), collections.deque()).append(shard)
+                    self._changed.notify_all()
+        except (OSError, ValueError) as error:  # ValueError: this side is closed
+            with self._changed:
+                self._ended[rank] = error
+                self._changed.notify_all()
+
+    def _write(self) -> None:
+        """Send shards in the order in which they are computed."""
+        try:
+            while (unsent := self._unsent.get()) is not None:
+                process, epoch, channel, shards = unsent
+                for index, shard in enumerate(shards):
+                    data = np.asarray(shard).tobytes()
+                    self._send(process, Shard(epoch, channel, index == len(shards) - 1, data))
+        except BaseException as error:
+            self._on_failure(error)
+
+    def _send(self, process: int, shard: Shard) -> None:
+        try:
+            self._connections[process].send(shard)
+        except OSError as error:  # a launch that waits for this rank fails by itself
+            logger.warning("rank %d cannot be sent what a stage computed: %s", process, error)
