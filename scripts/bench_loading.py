@@ -188,7 +188,7 @@ def _load_packed(path: Path) -> tuple[float, int]:
                 f"{name}.{part}": jax.ShapeDtypeStruct(array.shape, np.dtype(array.dtype), sharding=sharding)
                 for part, array in method.arrays(weight).items()
             }
-            stored[name] = Stored(lambda part, own=weight, by=method: [*by.fill(own, part).values()], arrays)
+            stored[name] = Stored(lambda part, _, own=weight, by=method: [*by.fill(own, part).values()], arrays)
         dtype = "bfloat16" if quantized is None else "uint8"
         recipes = {name: recipe for name, (recipe, _) in weights.items()}
         start = time.process_time()
