@@ -79,6 +79,11 @@ class QuantizedReader(BaseReader):
         return TensorInfo(kept.shape(tensor.shape), _UINT8, is_column_major, kept.records.num_bytes(kept.span))
 
     @property
+    def stored(self) -> CheckpointReader:
+        """The tensors as they are stored."""
+        return self._reader
+
+    @property
     def quantized(self) -> Mapping[str, QuantizedTensor]:
         """The tensors that are stored quantized."""
         return self._quantized
