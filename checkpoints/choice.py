@@ -16,6 +16,7 @@ from checkpoints.gpt_oss_names import arrange_original, has_original_names
 from checkpoints.orbax_io import OrbaxReader, find_orbax, find_trees
 from checkpoints.quantized.format import Format
 from checkpoints.quantized.gguf import open_gguf
+from checkpoints.quantized.gguf_stored import StoredGguf
 from checkpoints.quantized.reader import QuantizedReader
 from checkpoints.quantized.registry import format_for
 from checkpoints.quantized.settings import read_settings
@@ -134,7 +135,7 @@ def _open_quantized(
     if listings is not None and added:
         known = {name for form in listings() for name in form}
         reader.leave_out([name for name in added if name not in known and _is_zero(reader, name)])
-    return reader
+    return format.arranged(reader) if isinstance(format, StoredGguf) else reader
 
 
 def _is_zero(reader: CheckpointReader, name: str) -> bool:

@@ -17,8 +17,10 @@ from checkpoints.hub import CONFIG_PATTERNS
 from checkpoints.loader import SOURCE_DTYPES
 from checkpoints.orbax_io import ORBAX_FOLDER, save_orbax_streamed
 from checkpoints.quantized.export import ExportReader
+from checkpoints.quantized.gguf import Gguf
+from checkpoints.quantized.gguf_stored import BlocksReader, section_of
 from checkpoints.quantized.reader import quantized_in
-from checkpoints.quantized.settings import SECTIONS
+from checkpoints.quantized.settings import OWN_FILES, SECTIONS
 from checkpoints.reader import CheckpointReader
 from checkpoints.safetensors_writer import save_safetensors
 from checkpoints.tensor_info import TensorInfo, whole_index
@@ -45,7 +47,8 @@ def convert(
     """Write a checkpoint in another format, with its configuration and tokenizer files.
 
     The destination appears when everything is written. `orbax` puts the weights into the folder `orbax`.
-    The weights of a quantized source are written as the floats that they stand for, in float32 or rounded to `dtype`.
+    The weights of a quantized source are written as they are stored, codes and scales; with a `dtype` as the floats
+    that they stand for, rounded to it.
     Peak host memory: the largest tensor for safetensors; about three times the larger of 512 MiB and the largest tensor
     for Orbax, which copies what it saves.
 
@@ -53,8 +56,7 @@ def convert(
         source: directory or file of the checkpoint, in any format that `open_checkpoint` reads.
         destination: a directory that does not exist or is empty.
         format: `orbax` or `safetensors`.
-        dtype: `float32`, `float16` or `bfloat16` for all floating-point tensors; None keeps what is stored, which a
-            quantized source does not allow.
+        dtype: `float32`, `float16` or `bfloat16` for all floating-point tensors; None keeps what is stored.
         listings: forms in which the source may have the model's tensors, as for `open_checkpoint`.
         files: contents of the configuration and tokenizer files by name; None copies those of the source's directory.
         quantization: how matrices are quantized, one of `on_load.METHODS`, and their names; they are written in the
@@ -62,7 +64,7 @@ def convert(
 
     Raises:
         CheckpointError: unknown format or dtype, a destination that is not empty or cannot be written, a source that
-            cannot be read, a quantized source without `dtype` or with `quantization`, which only safetensors can have.
+            cannot be read, a quantized source with `quantization`, which only safetensors can have.
     """
     source, destination = Path(source), Path(destination)
     if format not in FORMATS:
@@ -75,12 +77,13 @@ def convert(
         )
     with open_checkpoint(source, listings) as reader:
         quantized = quantized_in(reader)
-        if quantized is not None and dtype is None:
-            raise CheckpointError(
-                f"{source}: the weights are quantized with {quantized.format.name}; pass a dtype to write them in: "
-                "float32 (exactly what they stand for), bfloat16 or float16"
-            )
         own, section = reader, None
+        if quantized is not None and dtype is None and quantization is None:
+            own = quantized.stored
+            if isinstance(quantized.format, Gguf):
+                own, section = BlocksReader(quantized.stored, quantized.format), section_of(quantized.format)
+            else:
+                files = _files_of(source)  # which describe what is stored
         if quantization is not None:
             if quantized is not None or format != "safetensors":
                 what = (
@@ -91,7 +94,10 @@ def convert(
             section = own.section()
         try:
             with _scratch_folder(destination) as scratch:
-                _write_files(source, _files_of(source) if files is None else files, scratch, dtype, section)
+                copied = _files_of(source) if files is None else files
+                if dtype is not None:  # what is written is not quantized
+                    copied = {name: content for name, content in copied.items() if name not in OWN_FILES}
+                _write_files(source, copied, scratch, dtype, section)
                 _write(own, scratch, format, None if dtype is None else DTYPES[dtype])
                 scratch.rename(destination)
         except OSError as error:

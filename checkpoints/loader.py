@@ -44,12 +44,13 @@ class Stored(NamedTuple):
     """How a parameter is stored when its arrays differ from the array that the recipe describes.
 
     Attributes:
-        convert: Convert a device's shard of the recipe's array to its shard of each stored array, on the host.
+        convert: Convert a device's shard of the recipe's array, between bounds, to its shard of each stored array, on
+            the host.
         arrays: Shape and sharding of each stored array, by name, in the order of ``convert``. Their sharding must give
             each device the part that corresponds to its shard of the recipe's array.
     """
 
-    convert: Callable[[np.ndarray], Sequence[np.ndarray]]
+    convert: Callable[[np.ndarray, Bounds], Sequence[np.ndarray]]
     arrays: Mapping[str, jax.ShapeDtypeStruct]
 
 
@@ -71,7 +72,7 @@ def load_array(
         CheckpointError: a source tensor is missing or has another shape, a dtype is not one of those, or reading fails.
     """
     target = _checked_target(dtype)
-    as_is = Stored(lambda part: (part,), {"": jax.ShapeDtypeStruct(recipe.shape, target, sharding=sharding)})
+    as_is = Stored(lambda part, _: (part,), {"": jax.ShapeDtypeStruct(recipe.shape, target, sharding=sharding)})
     return _load(reader, recipe, target, sharding, as_is)[""]
 
 
@@ -127,7 +128,7 @@ def _load(
         owners.setdefault(bounds, []).append(device)
     shards: dict[str, list[jax.Array]] = {name: [] for name in stored.arrays}
     for bounds, devices in owners.items():
-        parts = stored.convert(read_shard(reader, recipe, bounds, target))
+        parts = stored.convert(read_shard(reader, recipe, bounds, target), bounds)
         for name, part in zip(stored.arrays, parts, strict=True):
             shards[name] += jax.block_until_ready([jax.device_put(part, device) for device in devices])
     return {

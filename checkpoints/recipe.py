@@ -50,7 +50,9 @@ class TensorRecipe:
     pieces: tuple[Piece, ...]
     sources: tuple[tuple[str, tuple[int, ...]], ...]
 
-    def in_records(self, span: int, num_bytes: Mapping[str, int]) -> "TensorRecipe":
+    def in_records(
+        self, span: int, num_bytes: Mapping[str, int], widths: Mapping[str, int] | None = None
+    ) -> "TensorRecipe":
         """Return the recipe of the same rows as rows of records, each of ``span`` columns.
 
         The sources are then records too, and none is transposed. Rows of smaller records end before the last column.
@@ -58,26 +60,31 @@ class TensorRecipe:
         Args:
             span: Columns of a record.
             num_bytes: Bytes of a record of each source.
+            widths: Columns of the rows of records of a source that has them in another order, or more of them; its
+                pieces have whole rows.
         """
+        shown = widths or {}
 
-        def turned(places: tuple[int, ...], size: int, is_transposed: bool = False) -> tuple[int, ...]:
+        def turned(places: tuple[int, ...], source: str, is_transposed: bool = False) -> tuple[int, ...]:
             *leading, rows, columns = places
             rows, columns = (columns, rows) if is_transposed else (rows, columns)
+            assert columns in (0, self.shape[1]) or source not in shown, (places, source)
+            columns = shown.get(source, columns) if columns else 0
             assert columns % span == 0, (places, span)
-            return (*leading, rows, columns // span * size)
+            return (*leading, rows, columns // span * num_bytes[source])
 
         pieces = tuple(
             Piece(
                 piece.source,
-                turned(piece.source_start, num_bytes[piece.source], piece.is_transposed),
-                turned(piece.target_start, num_bytes[piece.source]),
-                turned(piece.shape, num_bytes[piece.source]),
+                turned(piece.source_start, piece.source, piece.is_transposed),
+                turned(piece.target_start, piece.source),
+                turned(piece.shape, piece.source),
             )
             for piece in self.pieces
         )
         is_transposed = {piece.source: piece.is_transposed for piece in self.pieces}
-        sources = tuple((name, turned(shape, num_bytes[name], is_transposed[name])) for name, shape in self.sources)
-        return TensorRecipe(turned(self.shape, max(num_bytes.values())), pieces, sources)
+        sources = tuple((name, turned(shape, name, is_transposed[name])) for name, shape in self.sources)
+        return TensorRecipe(max(turned(self.shape, name) for name, _ in self.sources), pieces, sources)
 
     def __post_init__(self) -> None:
         source_shapes = dict(self.sources)

@@ -137,7 +137,7 @@ def _add_convert(commands: Any) -> None:
     parser.add_argument("destination", help="directory to write; must be empty or not exist")
     parser.add_argument("--format", required=True, choices=("orbax", "safetensors"), help="format to write")
     parser.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the written weights (default: unchanged)"
+        "--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the written weights (default: as stored)"
     )
     parser.add_argument(
         "--quantization",

@@ -83,16 +83,17 @@ def matmul(
     num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "T results"]:
     """Compute ``x @ weight.T`` and what is fused with it; see ``linear.LinearKernel``."""
-    return call("linear", x, packed, outer, fused, num_rows)
+    return call("linear", x, (packed,), outer, fused, num_rows, x.shape[1])
 
 
 def call(
     operation: str,
-    x: Float[Array, "T inner"],
-    packed: Array,
+    x: Float[Array, "T features"],
+    weight: tuple[Array, ...],
     outer: int,
     fused: Fused,
     num_rows: Int[Array, ""] | None,
+    inner: int,
     **attributes: Any,
 ) -> Float[Array, "T results"]:
     """Call the handler of a matmul with a packed weight.
@@ -100,10 +101,11 @@ def call(
     Args:
         operation: Name of the handler.
         x: Activations.
-        packed: The weight.
+        weight: The packed weight, and what the handler takes last.
         outer: Number of its outputs; with an activation the result has half as many.
         fused: The fused operations.
         num_rows: Rows in use; None: all.
+        inner: The weight's features.
         attributes: What the handler is told besides.
     """
     nothing = jnp.zeros(0, jnp.float32)
@@ -111,12 +113,13 @@ def call(
     result = jax.ShapeDtypeStruct((x.shape[0], outer if fused.activation is None else outer // 2), jnp.float32)
     found = jax.ffi.ffi_call(target(operation), result)(
         x.astype(jnp.float32),
-        packed,
+        weight[0],
         nothing if fused.norm is None else fused.norm.weight,
         nothing if fused.bias is None else fused.bias,
         residual,
         jnp.int32(x.shape[0]) if num_rows is None else num_rows,
-        num_in=np.int32(x.shape[1]),
+        *weight[1:],
+        num_in=np.int32(inner),
         activation=np.int32(ACTIVATION_CODES[fused.activation]),
         eps=np.float32(0.0 if fused.norm is None else fused.norm.eps),
         scale=np.float32(fused.scale),

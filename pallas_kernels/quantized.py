@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Integer, UInt8
 
 FLOATS = ("float8_e4m3fn", "float8_e5m2")
 VALUES = ("uint4", "int6", "int8", "uint8", *FLOATS)
@@ -140,6 +140,30 @@ def with_span(records: UInt8[np.ndarray, "outer bytes"], form: Form, span: int) 
         fields = {name: np.repeat(field, form.span // span, axis=1) for name, field in parts.items()}
     else:
         fields = {name: field[:, :: span // form.span] for name, field in parts.items()}
+    return records_of({"codes": codes.reshape(len(codes), -1, other.code_bytes), **fields}, other)
+
+
+def with_columns(
+    records: UInt8[np.ndarray, "outer bytes"], form: Form, span: int, columns: Integer[np.ndarray, " others"]
+) -> UInt8[np.ndarray, "outer other_bytes"]:
+    """Return rows with some of their features in another order.
+
+    Args:
+        records: The rows.
+        form: Their form.
+        span: Features of the records that are returned.
+        columns: The feature that each of theirs is; the complement of one, ``~feature``, for one that is filled up,
+            whose code is 0. A record has the numbers of its first one.
+    """
+    parts, other = parts_of(records, form), form._replace(span=span)
+    codes = parts.pop("codes").reshape(len(records), -1)
+    if form.values == "uint4":
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+    places = np.maximum(columns, ~columns)
+    codes = codes[:, places]
+    codes[:, columns < 0] = 0
+    codes = codes[:, ::2] | codes[:, 1::2] << np.uint8(4) if form.values == "uint4" else codes
+    fields = {name: field[:, places[::span] // form.span] for name, field in parts.items()}
     return records_of({"codes": codes.reshape(len(codes), -1, other.code_bytes), **fields}, other)
 
 

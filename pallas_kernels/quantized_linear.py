@@ -54,23 +54,26 @@ class QuantizedLinear(Protocol):
 
     def matmul(
         self,
-        x: Float[Array, "T inner"],
+        x: Float[Array, "T features"],
         packed: UInt8[Array, "..."],
         outer: int,
         form: Form,
         *,
         fused: Fused,
         num_rows: Int[Array, ""] | None = None,
+        order: Int[Array, " inner"] | None = None,
     ) -> Float[Array, "T results"]:
         """Compute ``x @ weight.T`` and what is fused with it, with activations as the form says.
 
         Args:
-            x: Activations.
+            x: Activations, ``inner`` features unless there is an order.
             packed: The weight.
             outer: Number of its outputs; with an activation the result has half as many.
             form: Its form.
             fused: The fused operations.
             num_rows: Rows in use, the first of the T; the results of other rows are undefined. None: all.
+            order: The feature of a row that each of the weight's is; those of the weight that are filled up have an
+                index that no feature has, and count as zero. None: they are the same.
 
         Returns:
             The result, accumulated in float32: float32, or the residual's dtype if there is one.
@@ -123,7 +126,10 @@ FORMS: Mapping[str, Form] = {
 
 
 class Case(NamedTuple):
-    """A matmul of [num_rows, num_in] with a weight [num_out, num_in]; the last ``num_padding`` rows are not in use."""
+    """A matmul of [num_rows, num_in] with a weight [num_out, num_in]; the last ``num_padding`` rows are not in use.
+
+    With ``num_filled`` the weight has its features in another order than rows, and that many in addition.
+    """
 
     num_rows: int
     form: Form
@@ -135,6 +141,12 @@ class Case(NamedTuple):
     scale: float = 1.0
     has_residual: bool = False
     num_padding: int = 0
+    num_filled: int | None = None
+
+    @property
+    def num_packed(self) -> int:
+        """Features of the weight."""
+        return self.num_in + (self.num_filled or 0)
 
 
 _PIECE = 128  # columns of a result that are compared together
@@ -160,6 +172,11 @@ CASES: dict[str, Case] = {
     "w8a8_padded": Case(64, W8A8, num_padding=50, has_norm=True),
     "awq_many_rows": Case(300, AWQ, num_in=640, num_out=200),
     "w8a8_many_rows": Case(300, W8A8, num_in=576, num_out=200),
+    "awq_order": Case(5, AWQ, has_norm=True, num_filled=0),
+    "awq_order_filled": Case(1, AWQ._replace(group=32), num_in=230, has_norm=True, num_filled=90),
+    "awq_order_gated": Case(40, AWQ, num_in=250, num_out=2 * 70, activation="silu", has_norm=True, num_filled=6),
+    "awq_int8_order": Case(7, FORMS["awq_int8"], num_in=250, num_filled=6),
+    "w8a8_order": Case(20, W8A8, num_in=250, has_norm=True, num_filled=6),
 }
 CASES |= {
     f"{name}_bf16": case._replace(form=case.form._replace(activations="bfloat16"))
@@ -190,6 +207,7 @@ class Inputs(NamedTuple):
     norm_weight: Float[Array, " inner"] | None
     bias: Float[Array, " outer"] | None
     residual: Float[Array, "T outer"] | None
+    order: Int[Array, " packed"] | None = None
 
     def fused(self, case: Case) -> Fused:
         """Return the fused operations of the case."""
@@ -203,17 +221,18 @@ def make_inputs(case: Case, key: jax.Array) -> Inputs:
     gain = jax.random.uniform(keys[2], (case.num_in,), minval=0.5, maxval=1.5)
     return Inputs(
         2 * jax.random.normal(keys[1], (case.num_rows, case.num_in)),
-        random_records(case.form, case.num_out, case.num_in, keys[0]),
+        random_records(case.form, case.num_out, case.num_packed, keys[0]),
         gain if case.has_norm else None,
         jax.random.normal(keys[3], (case.num_out,)) if case.has_bias else None,
         jax.random.normal(keys[4], (case.num_rows, case.num_out)) if case.has_residual else None,
+        None if case.num_filled is None else jax.random.permutation(keys[1], case.num_packed).astype(jnp.int32),
     )
 
 
 def prepare(implementation: QuantizedLinear, case: Case, inputs: Inputs) -> Inputs:
     """Pack the weight; for shapes, return the packed shape."""
     is_gated = case.activation is not None
-    shape = implementation.packed_shape(case.num_out, case.num_in, case.form, is_gated)
+    shape = implementation.packed_shape(case.num_out, case.num_packed, case.form, is_gated)
     struct = jax.ShapeDtypeStruct(shape, np.uint8)
     packed = jax.pure_callback(
         lambda records: implementation.pack(np.asarray(records), case.form, is_gated), struct, inputs.weight
@@ -225,7 +244,13 @@ def run(implementation: QuantizedLinear, case: Case, prepared: Inputs) -> Float[
     """Multiply."""
     num_rows = jnp.int32(case.num_rows - case.num_padding) if case.num_padding else None
     found = implementation.matmul(
-        prepared.x, prepared.weight, case.num_out, case.form, fused=prepared.fused(case), num_rows=num_rows
+        prepared.x,
+        prepared.weight,
+        case.num_out,
+        case.form,
+        fused=prepared.fused(case),
+        num_rows=num_rows,
+        order=prepared.order,
     )
     return jnp.where(_used_rows(case), found, 0)
 
@@ -236,7 +261,7 @@ def expected(case: Case, inputs: Inputs) -> Float[Array, "T results"]:
     if inputs.norm_weight is not None:
         mean = jnp.mean(jnp.square(x), -1, keepdims=True)
         x = x * lax.rsqrt(mean + _EPS) * inputs.norm_weight
-    x = rounded(x, case.form)
+    x = rounded(x if inputs.order is None else ordered(x, inputs.order), case.form)
     y = jnp.dot(x, decode(inputs.weight, case.form).T, precision=lax.Precision.HIGHEST)
     y = y if inputs.bias is None else y + inputs.bias
     if case.activation is not None:
@@ -244,6 +269,11 @@ def expected(case: Case, inputs: Inputs) -> Float[Array, "T results"]:
     y = y * case.scale
     y = y if inputs.residual is None else y + inputs.residual
     return jnp.where(_used_rows(case), y, 0)
+
+
+def ordered(x: Float[Array, "T features"], order: Int[Array, " inner"]) -> Float[Array, "T inner"]:
+    """Return the features of rows in another order; an index that no feature has stands for zero."""
+    return jnp.take(x, order, axis=1, mode="fill", fill_value=0)
 
 
 def rounded(x: Float[Array, "T inner"], form: Form) -> Float[Array, "T inner"]:

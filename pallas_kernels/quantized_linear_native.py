@@ -115,16 +115,19 @@ def rows(
 
 
 def matmul(
-    x: Float[Array, "T inner"],
+    x: Float[Array, "T features"],
     packed: UInt8[Array, "panels blocks of_block"],
     outer: int,
     form: Form,
     *,
     fused: Fused,
     num_rows: Int[Array, ""] | None = None,
+    order: Int[Array, " inner"] | None = None,
 ) -> Float[Array, "T results"]:
     """Compute ``x @ weight.T`` and what is fused with it; see ``quantized_linear.QuantizedLinear``."""
-    return call("quantized_linear", x, packed, outer, fused, num_rows, **attributes(form, x.shape[1]))
+    inner = x.shape[1] if order is None else order.shape[0]
+    indices = jnp.zeros(0, jnp.int32) if order is None else order.astype(jnp.int32)
+    return call("quantized_linear", x, (packed, indices), outer, fused, num_rows, inner, **attributes(form, inner))
 
 
 def attributes(form: Form, inner: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from pallas_kernels.linear import Fused, finished
 from pallas_kernels.qkv_write import normed
 from pallas_kernels.quantized import Form, decode
-from pallas_kernels.quantized_linear import rounded
+from pallas_kernels.quantized_linear import ordered, rounded
 
 _MOST_DECODED = 1 << 22  # elements at a time
 
@@ -52,18 +52,20 @@ def rows(
 
 
 def matmul(
-    x: Float[Array, "T inner"],
+    x: Float[Array, "T features"],
     packed: UInt8[Array, "outer bytes"],
     outer: int,
     form: Form,
     *,
     fused: Fused,
     num_rows: Int[Array, ""] | None = None,
+    order: Int[Array, " inner"] | None = None,
 ) -> Float[Array, "T results"]:
     """Compute ``x @ weight.T`` and what is fused with it; see ``quantized_linear.QuantizedLinear``."""
     del num_rows
     if fused.norm is not None:
         x = normed(x, *fused.norm)
+    x = x if order is None else ordered(x, order)
     y = product(rounded(x.astype(jnp.float32), form), packed, outer, form)
     return finished(y, fused, x.dtype)
 

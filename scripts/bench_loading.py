@@ -160,7 +160,7 @@ def _weights(reader: CheckpointReader) -> dict[str, tuple[TensorRecipe, Weight]]
             rows = forms.find(recipe, (1, 1))
             if rows is None:
                 return None
-            (recipe, segments), method = rows, "quantized"
+            recipe, segments, method = rows.recipe, rows.segments, "quantized"
         shape = info.shape
         weight = Weight(shape[0], shape[1], ("o", None), (1, 1), "bfloat16", "native", method, segments=segments)
         found[name] = recipe, weight
@@ -187,8 +187,9 @@ def _load_packed(path: Path) -> tuple[float, int]:
             arrays = {
                 f"{name}.{part}": jax.ShapeDtypeStruct(array.shape, np.dtype(array.dtype), sharding=sharding)
                 for part, array in method.arrays(weight).items()
+                if part == "weight"  # orders of features are known before
             }
-            stored[name] = Stored(lambda part, own=weight, by=method: [*by.fill(own, part).values()], arrays)
+            stored[name] = Stored(lambda part, _, own=weight, by=method: [*by.fill(own, part).values()], arrays)
         dtype = "bfloat16" if quantized is None else "uint8"
         recipes = {name: recipe for name, (recipe, _) in weights.items()}
         start = time.process_time()

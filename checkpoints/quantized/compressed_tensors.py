@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints.errors import CheckpointError
+from checkpoints.quantized.column_order import unordered
 from checkpoints.quantized.float4 import MXFP4_GROUP, NVFP4_GROUP, open_float4, powers_of_two
 from checkpoints.quantized.format import (
     Box,
@@ -175,7 +176,7 @@ class CompressedTensors:
             columns = None if scales.shape[1] == 1 else groups - needed.start
             return Planes(codes, scales, zeros, columns=columns, blocks=blocks)
 
-        def records() -> Records | None:
+        def records() -> Records:
             kind = reader.tensors[scale].dtype.name
             return _packed_records(bits, group, group_of(), kind, has_zeros=zero is not None)
 
@@ -194,15 +195,13 @@ def _rounds_rows(group: Settings) -> bool:
     )
 
 
-def _packed_records(bits: int, group: int, group_of: np.ndarray, scales: str, has_zeros: bool) -> Records | None:
-    """Return what rows of records of packed integers hold; None for groups in another order than the inputs."""
-    num_inputs = len(group_of)
-    if not np.array_equal(group_of, np.arange(num_inputs) // group):
-        return None
-    values, own = "uint4" if bits <= 4 else "uint8", 0 if group == num_inputs else group
+def _packed_records(bits: int, group: int, group_of: np.ndarray, scales: str, has_zeros: bool) -> Records:
+    """Return what rows of records of packed integers hold."""
+    values, own = "uint4" if bits <= 4 else "uint8", 0 if group == len(group_of) else group
+    groups = unordered(group_of, group)
     if has_zeros:
-        return Records(values, own, scales, zeros="uint8")
-    return Records(values, own, scales, 1 << (bits - 1))
+        return Records(values, own, scales, zeros="uint8", groups=groups)
+    return Records(values, own, scales, 1 << (bits - 1), groups=groups)
 
 
 def _read_zeros(reader: CheckpointReader, stored: str, rows: slice, groups: slice, bits: int) -> np.ndarray:

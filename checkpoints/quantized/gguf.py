@@ -14,7 +14,7 @@ from checkpoints.arranged import ArrangedReader
 from checkpoints.errors import CheckpointError
 from checkpoints.quantized.format import Box, QuantizedTensor, group_indices
 from checkpoints.quantized.gguf_blocks import planes_of, records_of
-from checkpoints.quantized.gguf_file import GgufFiles
+from checkpoints.quantized.gguf_file import GgufFiles, Metadata
 from checkpoints.quantized.gguf_names import Source, architecture_of, scale_of, sources
 from checkpoints.quantized.gguf_types import GgufType
 from checkpoints.quantized.planes import Factored, Planes
@@ -39,7 +39,7 @@ def open_gguf(path: Path) -> CheckpointReader:
     except BaseException:
         files.close()
         raise
-    reader = QuantizedReader(named, Gguf(blocks, factors)) if blocks else named
+    reader = QuantizedReader(named, Gguf(blocks, factors, files.metadata)) if blocks else named
     return reader if arrange is None else ArrangedReader(reader, lambda inner: arrange(inner, files.metadata))
 
 
@@ -119,24 +119,25 @@ class Gguf:
     Args:
         types: Type of each tensor that is stored in blocks.
         factors: What some tensors are multiplied by: a number, or one for each expert.
+        metadata: Those of the file.
     """
 
     name = "GGUF"
     quantizes_activations = False
     ignored = re.compile(r"(?!)")
 
-    def __init__(self, types: Mapping[str, GgufType], factors: Mapping[str, np.ndarray]) -> None:
-        self._types, self._factors = types, factors
+    def __init__(self, types: Mapping[str, GgufType], factors: Mapping[str, np.ndarray], metadata: Metadata) -> None:
+        self.types, self.factors, self.metadata = types, factors, metadata
 
     def logical_names(self, tensors: Mapping[str, TensorInfo | None]) -> dict[str, tuple[str, ...]]:
         """Return the stored tensor of each quantized one; they have the same name."""
-        return {name: (name,) for name in tensors if name in self._types}
+        return {name: (name,) for name in tensors if name in self.types}
 
     def open(self, name: str, stored: tuple[str, ...], reader: CheckpointReader) -> QuantizedTensor:
         """Return a logical tensor; see ``Format``."""
-        kind = self._types[name]
+        kind = self.types[name]
         *rows, row_bytes = reader.tensors[name].shape
-        factors = self._factors.get(name)
+        factors = self.factors.get(name)
 
         def planes(box: Box) -> Planes:
             _, blocks = group_indices(box.columns.start, box.columns.stop, kind.block)

@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 
 from checkpoints.errors import CheckpointError
+from checkpoints.quantized.column_order import unordered
 from checkpoints.quantized.format import Box, QuantizedTensor, check_tensor, group_by_suffix, info_of, read_groups
 from checkpoints.quantized.planes import Planes, read_codes, read_packed
 from checkpoints.quantized.records import Records
@@ -104,11 +105,9 @@ class Gptq:
                 blocks=blocks,
             )
 
-        def records() -> Records | None:
-            if not np.array_equal(group_of(), np.arange(num_inputs) // group):
-                return None  # groups in another order than the inputs
-            kind = reader.tensors[scales].dtype.name
-            return Records("uint4" if bits <= 4 else "uint8", group, kind, zeros="uint8")
+        def records() -> Records:
+            values, kind = "uint4" if bits <= 4 else "uint8", reader.tensors[scales].dtype.name
+            return Records(values, group, kind, zeros="uint8", groups=unordered(group_of(), group))
 
         return QuantizedTensor(
             (num_outputs, num_inputs), stored, planes, is_column_major=True, check=group_of, records=records

@@ -159,6 +159,21 @@ class Planes(NamedTuple):
         codes, scales = self.codes.T, self.scales.T
         return Planes(codes, scales, turn(self.zeros), turn(self.biases), self.table, self.columns, self.rows)
 
+    def rearranged(self, columns: np.ndarray, span: int) -> "Planes":
+        """Return some columns in another order, with one code per byte.
+
+        Args:
+            columns: The column that each is; the complement of one of its group for one that is filled up, whose code
+                is 0.
+            span: Columns that have one group.
+        """
+        own, is_filled = self.unpacked, columns < 0
+        places = np.maximum(columns, ~columns)
+        codes = own.codes[:, places]
+        codes[:, is_filled] = 0
+        groups = None if own.columns is None else np.repeat(own.columns[places[::span]], span)
+        return own._replace(codes=codes, columns=groups)
+
     def decode(self) -> np.ndarray:
         """Return the box in float32."""
         if self.blocks is not None:

@@ -75,8 +75,13 @@ class QuantizedReader(BaseReader):
 
     def _info_of_records(self, name: str, kept: Kept) -> TensorInfo:
         tensor = self._quantized[name]
-        is_column_major = tensor.is_column_major != kept.records.is_transposed
+        is_column_major = tensor.is_column_major != kept.records.is_transposed and kept.records.groups is None
         return TensorInfo(kept.shape(tensor.shape), _UINT8, is_column_major, kept.records.num_bytes(kept.span))
+
+    @property
+    def stored(self) -> CheckpointReader:
+        """The tensors as they are stored."""
+        return self._reader
 
     @property
     def quantized(self) -> Mapping[str, QuantizedTensor]:
@@ -129,11 +134,25 @@ class QuantizedReader(BaseReader):
         matrices = (result[place] for place in np.ndindex(result.shape[:-2]))
         if name in self._kept:
             kept = self._kept[name]
-            for planes, matrix in zip(self._boxes(name, logical_index(index, kept)), matrices, strict=True):
-                self.pack(kept.records, planes.transposed if kept.records.is_transposed else planes, kept.span, matrix)
+            for planes, matrix in zip(self._kept_boxes(name, index, kept), matrices, strict=True):
+                self.pack(kept.records, planes, kept.span, matrix)
             return
         for planes, matrix in zip(self._boxes(name, index), matrices, strict=True):
             self.decode(planes, matrix)
+
+    def _kept_boxes(self, name: str, index: Index, kept: Kept) -> Iterator[Planes]:
+        """Yield what a box of rows of records holds."""
+        box, order = logical_index(index, kept), kept.order
+        if order is None:
+            for planes in self._boxes(name, box):
+                yield planes.transposed if kept.records.is_transposed else planes
+            return
+        *others, features = box
+        columns = order.of_matrix[features]
+        places = np.maximum(columns, ~columns)  # of what is filled up, a column of its group
+        first, last = int(places.min()), int(places.max()) + 1
+        for planes in self._boxes(name, (*others, slice(first, last))):
+            yield planes.rearranged(np.where(columns < 0, columns + first, columns - first), kept.span)
 
     def planes(self, name: str, index: Index) -> Planes:
         """Return a box of a quantized matrix with one code per byte; not an empty one, with one index per leading axis.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from checkpoints.quantized.column_order import ColumnOrder, column_order
 from checkpoints.quantized.planes import Planes
 from checkpoints.tensor_info import Index
 
@@ -34,6 +35,8 @@ class Records(NamedTuple):
         is_transposed: Whether rows are the tensor's columns.
         divides: Whether scales are divided by their factors, in place of multiplied; there are no biases then.
         rounds_activations: Whether the format also rounds activations to 8 bits, each row by its largest magnitude.
+        groups: The group of each feature where groups are not runs of features; see ``column_order.unordered``. Rows
+            of records then have the features in another order.
     """
 
     values: str
@@ -48,6 +51,12 @@ class Records(NamedTuple):
     is_transposed: bool = False
     rounds_activations: bool = False
     divides: bool = False
+    groups: bytes | None = None
+
+    def order(self, span: int, parts: int) -> ColumnOrder:
+        """Return the order of features, which ``parts`` devices share, in rows of records."""
+        assert self.groups is not None, self
+        return column_order(self.groups, span, parts, self.group)
 
     def num_bytes(self, span: int) -> int:
         """Bytes of a record."""
@@ -119,21 +128,34 @@ def _of_records(planes: Planes, grid: np.ndarray, span: int) -> np.ndarray:
 
 
 class Kept(NamedTuple):
-    """A tensor that is read as rows of records."""
+    """A tensor that is read as rows of records.
+
+    Attributes:
+        records: What they hold.
+        span: Features of a record.
+        parts: Devices that share the features, which each sorts by group where groups are not runs of them.
+    """
 
     records: Records
     span: int
+    parts: int = 1
+
+    @property
+    def order(self) -> ColumnOrder | None:
+        """The order of features in rows of records; None: they are in order."""
+        return None if self.records.groups is None else self.records.order(self.span, self.parts)
 
     def shape(self, logical: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the rows of records of a tensor."""
         *leading, rows, columns = logical
         if self.records.is_transposed:
             rows, columns = columns, rows
+        columns = columns if self.order is None else self.order.columns.size
         return (*leading, rows, columns // self.span * self.records.num_bytes(self.span))
 
 
 def logical_index(index: Index, kept: Kept) -> Index:
-    """Return the box of a quantized tensor that a box of its rows of records holds."""
+    """Return the box of a quantized tensor that a box of its rows of records holds, in their order of features."""
     *leading, rows, columns = index
     size = kept.records.num_bytes(kept.span)
     assert columns.start % size == 0 and columns.stop % size == 0, (columns, kept)

@@ -9,6 +9,7 @@ from checkpoints.quantized.bitsandbytes import BitsAndBytes
 from checkpoints.quantized.compressed_tensors import CompressedTensors
 from checkpoints.quantized.float8 import Float8
 from checkpoints.quantized.format import Format
+from checkpoints.quantized.gguf_stored import StoredGguf
 from checkpoints.quantized.gptq import Gptq
 from checkpoints.quantized.mlx import Mlx
 from checkpoints.quantized.modelopt import ModelOpt
@@ -21,6 +22,7 @@ FORMATS: Final[dict[str, Callable[[Settings], Format]]] = {
     "compressed-tensors": CompressedTensors,
     "fbgemm_fp8": Float8,
     "fp8": Float8,
+    "gguf": StoredGguf,
     "gptq": Gptq,
     "mlx": Mlx,
     "modelopt": ModelOpt,
@@ -35,7 +37,7 @@ class Description(NamedTuple):
 
     Attributes:
         name: Its name.
-        methods: Values of ``quant_method``; none for GGUF, whose files say it themselves.
+        methods: Values of ``quant_method``; GGUF files say it themselves, and others have their blocks.
         variants: Those that are read.
         exact: What is computed exactly as the file says, and what is not.
         writers: Tools that write it.
@@ -53,11 +55,11 @@ _WEIGHTS: Final = "every weight; activations, which its own engine rounds, stay 
 DESCRIPTIONS: Final = (
     Description(
         "GGUF",
-        (),
+        ("gguf",),
         "Q4_0 to Q8_0, Q2_K to Q6_K, IQ1 to IQ4, TQ1_0, TQ2_0, MXFP4, NVFP4, F16, BF16, and mixtures such as Q4_K_M; "
         "split files",
         "every weight, as llama.cpp's reference decodes it; its kernels round activations to 8 bits",
-        "llama.cpp",
+        "llama.cpp, and `jaxserve convert` in safetensors and Orbax",
     ),
     Description("AWQ", ("awq",), "version `gemm`, 4 bits, any group", _ALL, "AutoAWQ, llm-compressor"),
     Description(

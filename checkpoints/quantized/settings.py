@@ -8,7 +8,7 @@ from typing import Any
 from checkpoints.errors import CheckpointError
 
 SECTIONS = ("quantization_config", "quantization", "compression_config")
-_OWN_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+OWN_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 
 
 class Settings:
@@ -124,7 +124,7 @@ def read_settings(directory: Path) -> Settings | None:
     Raises:
         CheckpointError: A file is not a JSON object.
     """
-    for name in ("config.json", *_OWN_FILES):
+    for name in ("config.json", *OWN_FILES):
         path = directory / name
         if not path.is_file():
             continue

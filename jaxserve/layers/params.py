@@ -20,6 +20,7 @@ from flax import nnx
 from checkpoints import Piece, TensorRecipe
 from jaxserve.api.errors import ConfigError
 from jaxserve.layers.parallel import Scope
+from jaxserve.layers.quantized_storage import names_of, order_of
 from jaxserve.layers.storage import Experts, Weight, load_method
 
 
@@ -244,13 +245,18 @@ def _stored(
 ) -> nnx.Param[Any]:
     """Return a parameter of zeros in the arrays of its storage method; ``axes`` are those of the recipe's array."""
     sources, policy = recipe.sources, scope.policy
-    rows = policy.forms.find(recipe, what.parts)
-    if rows is not None and (what.experts is None or len(rows.segments) == 1):
+    rows, orders = policy.forms.find(recipe, what.parts), ()
+    is_one = rows is not None and len(rows.segments) == 1 and not rows.segments[0].num_sorted
+    if rows is not None and (what.experts is None or is_one):
         recipe, segments = rows.recipe, rows.segments
+        orders = tuple(
+            None if records.groups is None else (order_of(name), records)
+            for name, records in zip(names_of(segments), rows.records, strict=True)
+        )
         if what.experts is not None:
             segments = (segments[0]._replace(num_outputs=what.local[0]),)
         what = dataclasses.replace(what, dtype="uint8", kernel=policy.quantized, method="quantized", segments=segments)
     arrays = load_method(what.method).arrays(what)
     value = {name: jnp.zeros(array.shape, array.dtype) for name, array in arrays.items()}
     only = value["weight"] if list(value) == ["weight"] else value
-    return nnx.Param(only, axes=axes, recipe=recipe, sources=sources, weight=what)
+    return nnx.Param(only, axes=axes, recipe=recipe, sources=sources, weight=what, orders=orders)

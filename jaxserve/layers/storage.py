@@ -29,10 +29,13 @@ class Segment(NamedTuple):
     Attributes:
         num_outputs: Their number on each device.
         form: What they hold.
+        num_sorted: Features that each device has of them in another order, which an array says: sorted by group, and
+            filled up; 0: they are the weight's, in order.
     """
 
     num_outputs: int
     form: Form
+    num_sorted: int = 0
 
 
 class Experts(NamedTuple):

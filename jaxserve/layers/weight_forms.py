@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from checkpoints import TensorRecipe
+from checkpoints import Piece, TensorRecipe
 from checkpoints.quantized.records import SPANS, Records
 from jaxserve.api.errors import ConfigError
 from jaxserve.layers.storage import Segment
@@ -88,15 +88,19 @@ class WeightForms:
             kinds[each.source].is_transposed != each.is_transposed for each in recipe.pieces
         ):
             return None
+        if any(kinds[each.source].groups is not None and not _is_of_whole_rows(each, recipe) for each in recipe.pieces):
+            return None
         span = _span(recipe, kinds, parts[1])
         if span is None:
             return None
-        segments = _segments(recipe, kinds, span, parts, self.activations)
-        if segments is None:
+        found = _segments(recipe, kinds, span, parts, self.activations)
+        if found is None:
             return None
-        return QuantizedRows(
-            recipe.in_records(span, {name: kind.num_bytes(span) for name, kind in kinds.items()}), segments
-        )
+        num_bytes = {name: kind.num_bytes(span) for name, kind in kinds.items()}
+        widths = {
+            name: kind.order(span, parts[1]).columns.size for name, kind in kinds.items() if kind.groups is not None
+        }
+        return QuantizedRows(recipe.in_records(span, num_bytes, widths), *zip(*found, strict=True))
 
 
 class QuantizedRows(NamedTuple):
@@ -105,10 +109,18 @@ class QuantizedRows(NamedTuple):
     Attributes:
         recipe: Of these rows.
         segments: What each device's outputs hold.
+        records: The same of the tensors that each segment is made of.
     """
 
     recipe: TensorRecipe
     segments: tuple[Segment, ...]
+    records: tuple[Records, ...]
+
+
+def _is_of_whole_rows(piece: Piece, recipe: TensorRecipe) -> bool:
+    """Return whether a piece has all features of its source and of the weight."""
+    width = dict(recipe.sources)[piece.source][-1]
+    return not piece.is_transposed and piece.shape[1] == width == recipe.shape[1]
 
 
 def _span(recipe: TensorRecipe, kinds: Mapping[str, Records], parts: int) -> int | None:
@@ -116,7 +128,11 @@ def _span(recipe: TensorRecipe, kinds: Mapping[str, Records], parts: int) -> int
     inner = recipe.shape[1]
     starts = [piece.source_start[-2 if piece.is_transposed else -1] for piece in recipe.pieces]
     starts += [length for piece in recipe.pieces for length in (piece.target_start[1], piece.shape[1])]
-    common = math.gcd(inner, *(records.group or inner for records in kinds.values()), *starts)
+    groups = [records.group or inner for records in kinds.values()]
+    if all(records.groups is not None for records in kinds.values()):  # sorted features are filled up to records
+        groups = [group if group % SPANS[-1] == 0 else SPANS[-1] for group in groups]
+        return next(span for span in SPANS if math.gcd(*groups) % span == 0)
+    common = math.gcd(inner, *groups, *starts)
     if all(common % span for span in SPANS):
         return None
     for span in SPANS:
@@ -136,26 +152,33 @@ def _segments(
     span: int,
     parts: tuple[int, int],
     activations: str | None,
-) -> tuple[Segment, ...] | None:
+) -> list[tuple[Segment, Records]] | None:
     """Return the outputs of each device by what they hold; None if the devices' outputs differ in that."""
     num_local = recipe.shape[0] // parts[0]
+
+    def segment(num_outputs: int, records: Records) -> tuple[Segment, Records]:
+        form, num_sorted = form_of_records(records, span, activations), 0
+        if records.groups is not None:
+            order = records.order(span, parts[1])
+            form, num_sorted = form._replace(group=order.group), order.columns.shape[1]
+        return Segment(num_outputs, form, num_sorted), records
+
     if len(set(kinds.values())) == 1:
-        return (Segment(num_local, form_of_records(next(iter(kinds.values())), span, activations)),)
-    each_device: list[list[Segment]] = []
+        return [segment(num_local, next(iter(kinds.values())))]
+    each_device: list[list[tuple[Segment, Records]]] = []
     at = 0
     for piece in recipe.pieces:
         if piece.target_start[0] != at or piece.shape[1] != recipe.shape[1] or parts[1] > 1:
             return None
-        form = form_of_records(kinds[piece.source], span, activations)
         if at % num_local == 0:
             each_device.append([])
-        own, at = each_device[-1], at + piece.shape[0]
-        if own and own[-1].form == form:
-            own[-1] = Segment(own[-1].num_outputs + piece.shape[0], form)
+        own, at, found = each_device[-1], at + piece.shape[0], segment(piece.shape[0], kinds[piece.source])
+        if own and (own[-1][0].form, own[-1][1].groups) == (found[0].form, found[1].groups):
+            own[-1] = segment(own[-1][0].num_outputs + piece.shape[0], found[1])
         else:
-            own.append(Segment(piece.shape[0], form))
+            own.append(found)
     is_same = all(each == each_device[0] for each in each_device)
-    return tuple(each_device[0]) if is_same and at == recipe.shape[0] else None
+    return each_device[0] if is_same and at == recipe.shape[0] else None
 
 
 def form_of_records(records: Records, span: int, activations: str | None = None) -> Form:

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from checkpoints import Listing, TensorRecipe
+from checkpoints import Bounds, Listing, TensorRecipe
+from checkpoints.quantized.records import Kept, Records
 from jaxserve.api.errors import ConfigError
 from jaxserve.layers.kv_layout import KVSpec, StateSpec
 from jaxserve.layers.model_config import ModelConfig
@@ -40,6 +41,8 @@ class LogicalParam(NamedTuple):
         order: Indices of the rows of each device's part in the order in which it stores them; None: as they are.
         sources: Name and shape of each of its tensors as the model's family expects it; the recipe's own, unless it is
             read as rows of records.
+        orders: For each segment of a quantized weight the array with the order of its features, and what the tensors
+            hold that it is made of; None for one whose features are in order.
     """
 
     recipe: TensorRecipe
@@ -48,6 +51,7 @@ class LogicalParam(NamedTuple):
     stored: Weight | None
     order: tuple[int, ...] | None = None
     sources: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    orders: tuple[tuple[str, Records] | None, ...] = ()
 
     @property
     def span(self) -> int | None:
@@ -58,24 +62,41 @@ class LogicalParam(NamedTuple):
     def forms(self) -> dict[str, Form]:
         """What the rows of records of each tensor of a quantized weight hold."""
         assert self.stored is not None, self.recipe
-        if len(self.stored.segments) == 1:
-            return {name: self.stored.segments[0].form for name, _ in self.recipe.sources}
+        return {name: self.stored.segments[number].form for name, number in self._segments.items()}
+
+    @property
+    def kept(self) -> dict[str, Kept]:
+        """How each tensor of a quantized weight whose features are sorted is read."""
+        assert self.stored is not None and self.span is not None, self.recipe
+        found = {name: self.orders[number] for name, number in self._segments.items()}
+        parts = self.stored.parts[1]
+        return {name: Kept(order[1], self.span, parts) for name, order in found.items() if order is not None}
+
+    @property
+    def _segments(self) -> dict[str, int]:
+        """The index of the segment that each tensor of a quantized weight is part of."""
+        assert self.stored is not None, self.recipe
         num_local = self.recipe.shape[0] // self.stored.parts[0]
         ends = np.cumsum([segment.num_outputs for segment in self.stored.segments])
+        if len(ends) == 1:
+            return {name: 0 for name, _ in self.recipe.sources}
         return {
-            piece.source: self.stored.segments[
-                int(np.searchsorted(ends, piece.target_start[0] % num_local, "right"))
-            ].form
+            piece.source: int(np.searchsorted(ends, piece.target_start[0] % num_local, "right"))
             for piece in self.recipe.pieces
         }
 
-    def fill(self, part: np.ndarray) -> list[np.ndarray]:
-        """Convert one device's part of the parameter to its part of each array."""
+    def fill(self, part: np.ndarray, bounds: Bounds) -> list[np.ndarray]:
+        """Convert one device's part of the parameter, which lies between bounds, to its part of each array."""
         if self.order is not None:
             part = part[np.array(self.order)]
         if self.stored is None:
             return [part]
         filled = load_method(self.stored.method).fill(self.stored, part)
+        for order in self.orders:
+            if order is not None and self.span is not None:
+                name, records = order
+                indices = records.order(self.span, self.stored.parts[1]).indices
+                filled[name] = indices[bounds[1][0] * len(indices) // self.recipe.shape[1]]
         return [filled[name] for name in sorted(filled)]
 
     def restore(self, parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -236,7 +257,7 @@ def _abstract(
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Variable):
             variable.del_metadata("recipe")  # equal layers are traced once, so nothing in them may differ
-            for name in ("order", "sources"):
+            for name in ("order", "orders", "sources"):
                 if variable.has_metadata(name):
                     variable.del_metadata(name)
     graphdef, state = nnx.split(module)
@@ -303,7 +324,8 @@ def _logical(variable: nnx.Variable[Any], arrays: tuple[str, ...], sharding: Sha
     dtype = np.dtype(variable.get_value().dtype if weight is None else weight.dtype)
     struct = jax.ShapeDtypeStruct(recipe.shape, dtype, sharding=sharding(metadata["axes"]))
     sources = metadata.get("sources", recipe.sources)
-    return LogicalParam(recipe, struct, arrays, weight, metadata.get("order"), sources)
+    orders = metadata.get("orders", ())
+    return LogicalParam(recipe, struct, arrays, weight, metadata.get("order"), sources, orders)
 
 
 def _width(layer: nnx.Module, parallel: Parallel) -> int:

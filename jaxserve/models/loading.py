@@ -279,7 +279,8 @@ def _kept(model: AbstractModel, recipes: Mapping[str, TensorRecipe]) -> dict[str
         if param.span is None:
             continue
         for (name, _), (own, _) in zip(param.recipe.sources, recipes[path].sources, strict=True):
-            kept[own] = Kept(model.forms[name], param.span)
+            parts = 1 if param.stored is None else param.stored.parts[1]
+            kept[own] = Kept(model.forms[name], param.span, parts)
     return kept
 
 

@@ -16,36 +16,46 @@ from checkpoints.reader import BaseReader
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.models.abstract import LogicalParam
-from pallas_kernels.quantized import Form, with_span
+from pallas_kernels.quantized import with_columns, with_span
 from sharding import put_parts
 from sharding.mesh import Device
 
 
 class _RecordReader(BaseReader):
-    """Shows rows of records with those of another number of features.
+    """Shows rows of records as another layout has them: of another number of features, or in another order of them.
 
     Args:
         reader: The rows.
-        forms: What each tensor's rows hold.
-        span: Features of the records that it shows.
+        old: The weight that they are.
+        new: The weight in the other layout.
     """
 
-    def __init__(self, reader: "ParameterReader", forms: Mapping[str, Form], span: int):
-        self._reader, self._forms, self._span = reader, forms, span
-        self.tensors = {
-            name: TensorInfo(self._shape(name, info.shape), info.dtype) for name, info in reader.tensors.items()
-        }
-
-    def _shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        form = self._forms[name]
-        return (*shape[:-1], form._replace(span=self._span).row_bytes(form.inner(shape[-1])))
+    def __init__(self, reader: "ParameterReader", old: LogicalParam, new: LogicalParam):
+        self._reader, self._forms, self._kept = reader, old.forms, (old.kept, new.kept)
+        assert new.span is not None, new
+        self._span, shapes = new.span, dict(new.recipe.sources)
+        self.tensors = {name: TensorInfo(shapes[name], info.dtype) for name, info in reader.tensors.items()}
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Return a box of a tensor as a new array; all of its rows are read."""
         form, whole = self._forms[name], self._reader.tensors[name].shape
         rows = self._reader.read(name, (*index[:-1], slice(0, whole[-1])))
-        found = with_span(rows.reshape(-1, whole[-1]), form, self._span)
+        rows_of_records = rows.reshape(-1, whole[-1])
+        if name in self._kept[0]:
+            found = with_columns(rows_of_records, form, self._span, self._columns(name))
+        else:
+            found = with_span(rows_of_records, form, self._span)
         return np.ascontiguousarray(found.reshape(*rows.shape[:-1], -1)[..., index[-1]])
+
+    def _columns(self, name: str) -> np.ndarray:
+        """Return the column of the old records that each one of the new is, or its complement; see ``ColumnOrder``."""
+        old, new = (kept[name].order for kept in self._kept)
+        assert old is not None and new is not None, name
+        columns = old.of_matrix
+        places = np.empty(old.own * len(old.columns), np.int32)
+        places[columns[columns >= 0]] = np.flatnonzero(columns >= 0)
+        columns = new.of_matrix
+        return np.where(columns < 0, ~places[~columns], places[columns])
 
     def close(self) -> None:
         """Do nothing."""
@@ -183,18 +193,24 @@ class TakenParameter(NamedTuple):
     def parts_for(self, param: LogicalParam) -> dict[Bounds, list[np.ndarray]]:
         """Return the parts by which another layout stores the parameter: the same memory if they are the same."""
         wanted = dict.fromkeys(_bounds_of(param).values())
-        is_same = (param.recipe, param.stored) == (self.param.recipe, self.param.stored)
+        is_same = (param.recipe, param.stored, param.orders) == (
+            self.param.recipe,
+            self.param.stored,
+            self.param.orders,
+        )
         if is_same and wanted.keys() <= self.parts.keys():
             return {bounds: self.parts[bounds] for bounds in wanted}
         reader, dtype = self._reader(param), param.struct.dtype
-        return {bounds: param.fill(read_shard(reader, param.recipe, bounds, dtype)) for bounds in wanted}
+        return {bounds: param.fill(read_shard(reader, param.recipe, bounds, dtype), bounds) for bounds in wanted}
 
     def _reader(self, param: LogicalParam) -> CheckpointReader:
         """Return a reader of the parameter's tensors as another layout reads them."""
-        reader, span = ParameterReader(self.param.recipe, self._whole()), param.span
-        if span == self.param.span or span is None:
+        reader = ParameterReader(self.param.recipe, self._whole())
+        if param.span is None or self.param.span is None:
             return reader
-        return _RecordReader(reader, self.param.forms, span)
+        if param.span == self.param.span and param.kept == self.param.kept:
+            return reader
+        return _RecordReader(reader, self.param, param)
 
     def _whole(self) -> np.ndarray:
         """Return the parameter as its recipe describes it."""

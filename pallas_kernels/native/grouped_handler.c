@@ -40,6 +40,7 @@ static int64_t list_matmuls(FfiFrame *frame, const Quantized *quantized, Matmul 
         .y = (float *)y->data + row * y->dims[1],
         .num_rows = sizes[e],
         .num_in = x->dims[1],
+        .row_features = x->dims[1],
         .num_out = y->dims[1],
         .panel_outs = is_gated ? GATES : PANEL,
         .padded_in = quantized ? padded_in(quantized) : weight->dims[2] * weight->dims[4],

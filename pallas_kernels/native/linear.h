@@ -18,13 +18,15 @@ static inline int64_t codes_bytes(const Form *form, int64_t features) {
 enum { NO_ACTIVATION = 0, SILU, GELU, GELU_TANH, RELU };
 
 typedef struct {
-  const float *x;           // [M, K]
+  const float *x;           // [M, features of a row]
+  const int32_t *order;     // [K], the feature of a row that each of the weight's is, those beyond the last being zero; or null
   const char *weight;       // packed
-  const void *gain;         // [K] of a norm of each row, or null
+  const void *gain;         // of a norm of each row, for its features, or null
   const void *bias;         // [N], or null; [2 N] of a gated weight, gates first
   const float *residual;    // [M, N], or null
   float *y;                 // [M, N]: (rows @ weight + bias) * scale + residual; gated: activation(gates) * the others
   int64_t num_rows, num_in, num_out;
+  int64_t row_features;     // of a row of x: K, unless there is an order
   int64_t padded_in;        // K as it is packed
   int64_t panel_outs;       // results of a panel
   int is_bf16, is_gain_bf16, is_bias_bf16, activation;  // with an activation the weight is gated

@@ -7,12 +7,13 @@ static int is_vector(const FfiBuffer *buffer, int64_t size) {
 }
 
 static int are_linear_operands(FfiFrame *frame, const Quantized *quantized) {
-  if (frame->arguments.size != 6) return 0;
+  if (frame->arguments.size != (quantized ? 7 : 6)) return 0;
   const FfiBuffer *x = ffi_argument(frame, 0), *weight = ffi_argument(frame, 1), *residual = ffi_argument(frame, 4);
   const FfiBuffer *y = ffi_result(frame, 0);
   const int64_t num_in = ffi_int(frame, "num_in"), activation = ffi_int(frame, "activation");
   if (x->dtype != FFI_F32 || x->rank != 2 || num_in <= 0 || activation < NO_ACTIVATION || activation > RELU) return 0;
-  if (x->dims[1] != num_in) return 0;
+  const FfiBuffer *order = quantized ? ffi_argument(frame, 6) : 0;
+  if (order && elements(order) ? !is_s32(order, 1, num_in) : x->dims[1] != num_in) return 0;
   if (y->dtype != FFI_F32 || y->rank != 2 || y->dims[0] != x->dims[0]) return 0;
   const int64_t num_out = activation ? 2 * y->dims[1] : y->dims[1];
   const int is_gated = activation != NO_ACTIVATION;
@@ -21,7 +22,7 @@ static int are_linear_operands(FfiFrame *frame, const Quantized *quantized) {
     return 0;
   if (activation && elements(residual)) return 0;
   if (residual->dtype != FFI_F32 || (elements(residual) != 0 && elements(residual) != elements(y))) return 0;
-  return is_vector(ffi_argument(frame, 2), num_in) && is_vector(ffi_argument(frame, 3), num_out) &&
+  return is_vector(ffi_argument(frame, 2), x->dims[1]) && is_vector(ffi_argument(frame, 3), num_out) &&
          is_s32(ffi_argument(frame, 5), 0, 0);
 }
 
@@ -33,6 +34,7 @@ static FfiError *multiply(FfiFrame *frame, const Quantized *quantized) {
   Linear *l = &matmul.linear;
   *l = (Linear){
       .x = x->data,
+      .order = quantized ? given(ffi_argument(frame, 6)) : 0,
       .weight = weight->data,
       .gain = given(ffi_argument(frame, 2)),
       .bias = given(ffi_argument(frame, 3)),
@@ -41,6 +43,7 @@ static FfiError *multiply(FfiFrame *frame, const Quantized *quantized) {
       .num_rows = *(const int32_t *)ffi_argument(frame, 5)->data,
       .num_in = ffi_int(frame, "num_in"),
       .num_out = y->dims[1],
+      .row_features = x->dims[1],
       .panel_outs = ffi_int(frame, "activation") ? GATES : PANEL,
       .padded_in = quantized ? padded_in(quantized) : weight->dims[1] * weight->dims[3],
       .is_bf16 = weight->dtype == FFI_BF16,
@@ -65,7 +68,8 @@ EXPORT FfiError *jaxserve_linear(FfiFrame *frame) {
   return multiply(frame, 0);
 }
 
-// The same with a weight u8 [panels, blocks, bytes] as `jaxserve_quantized_pack` packs it. Further attributes: form, table.
+// The same with a weight u8 [panels, blocks, bytes] as `jaxserve_quantized_pack` packs it. Further argument: order s32 [K]
+// of the weight's features among those of a row, or [0] where they are the same. Further attributes: form, table.
 EXPORT FfiError *jaxserve_quantized_linear(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
   Quantized quantized;

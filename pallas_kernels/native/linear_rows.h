@@ -2,6 +2,7 @@
 // each instruction set.
 #pragma once
 #include <math.h>
+#include <string.h>
 
 #include "linear.h"
 #include "vectors.h"
@@ -38,11 +39,26 @@ INLINE Vec activate(Vec x, int activation) {
 // The factor of the norm of a row, if there is one.
 INLINE Vec norm_factor(const Linear *l, const float *x) {
   if (!l->gain) return vec_set(1.0f);
-  return vec_set(1.0f / sqrtf(sum_of_squares(x, l->num_in) / (float)l->num_in + l->eps));
+  return vec_set(1.0f / sqrtf(sum_of_squares(x, l->row_features) / (float)l->row_features + l->eps));
+}
+
+// The features of a row that the weight has from feature k on.
+INLINE Vec load_ordered(const Linear *l, const float *x, int64_t k, int64_t count, Vec factor) {
+  float values[LANES] = {0}, gains[LANES] = {0};
+  for (int64_t i = 0; i < count && i < LANES; i++) {
+    const int64_t at = l->order[k + i];
+    if (at < 0 || at >= l->row_features) continue;
+    values[i] = x[at];
+    if (!l->gain) continue;
+    const uint32_t wide = l->is_gain_bf16 ? (uint32_t)((const uint16_t *)l->gain)[at] << 16 : ((const uint32_t *)l->gain)[at];
+    memcpy(gains + i, &wide, sizeof wide);
+  }
+  return l->gain ? vec_mul(vec_mul(vec_load(values), factor), vec_load(gains)) : vec_load(values);
 }
 
 // A vector of a row as it is multiplied, from feature k on: `count` numbers, and zeros after them.
 INLINE Vec load_some_prepared(const Linear *l, const float *x, int64_t k, int64_t count, Vec factor) {
+  if (l->order) return load_ordered(l, x, k, count, factor);
   if (count >= LANES) {
     const Vec value = vec_load(x + k);
     if (!l->gain) return value;

@@ -24,7 +24,7 @@ static int64_t block_bytes(const Linear *l) {
 // A row with its groups filled up, and the sum of each.
 static void prepare_row(const Linear *l, int64_t row, float *to, float *sums) {
   const Quantized *q = l->quantized;
-  const float *x = l->x + row * l->num_in;
+  const float *x = l->x + row * l->row_features;
   const Vec factor = norm_factor(l, x);
   for (int64_t g = 0; g < q->num_groups; g++) {
     Vec sum = vec_zero();

@@ -102,7 +102,7 @@ static void prepare(const Linear *l, int64_t block, float *scratch) {
   uint16_t *to = (uint16_t *)(scratch + l->padded_in);
   float *sums = scratch + 2 * l->padded_in;
   for (int64_t r = 0; r < block_rows(l, block); r++) {
-    const float *x = l->x + (block * ROWS + r) * l->num_in;
+    const float *x = l->x + (block * ROWS + r) * l->row_features;
     const Vec factor = norm_factor(l, x);
     for (int64_t g = 0; g < q->num_groups; g++) {
       Vec sum = vec_zero();

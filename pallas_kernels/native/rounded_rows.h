@@ -53,7 +53,7 @@ INLINE int32_t round_numbers(const float *x, int64_t count, int64_t padded, floa
 INLINE RoundedRow round_row(const Linear *l, int64_t row, float *scratch, float *numbers) {
   const Quantized *q = l->quantized;
   const Form *f = &q->form;
-  const float *x = l->x + row * l->num_in;
+  const float *x = l->x + row * l->row_features;
   const Vec factor = norm_factor(l, x);
   for (int64_t k = 0; k < l->num_in; k += LANES) {
     const int64_t left = l->num_in - k;

@@ -193,7 +193,7 @@ def as_stored(value: np.ndarray, param: LogicalParam) -> np.ndarray:
     if param.stored is None:
         return value
     axis = int(param.stored.parts[1] > 1)
-    parts = [param.fill(part)[0] for part in np.split(value, max(param.stored.parts), axis)]
+    parts = [param.fill(part, ((0, 0), (0, 0)))[0] for part in np.split(value, max(param.stored.parts), axis)]
     return np.concatenate(parts, axis + (param.stored.experts is not None))
 
 
