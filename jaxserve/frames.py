@@ -80,9 +80,13 @@ class Codec:
         """Return the message of a frame.
 
         Raises:
-            ValueError: The bytes are not a message.
+            FrameError: The bytes are not a message.
         """
-        return msgpack.unpackb(body, ext_hook=self._class_of, object_pairs_hook=self._from_pairs, strict_map_key=False)
+        hooks: dict[str, Any] = {"ext_hook": self._class_of, "object_pairs_hook": self._from_pairs}
+        try:
+            return msgpack.unpackb(body, strict_map_key=False, **hooks)
+        except Exception as error:  # whatever a class makes of fields that are not its own
+            raise FrameError(f"{len(body)} bytes are not a message: {error}") from error
 
     def _as_map(self, value: Any) -> dict[Any, Any]:
         """Return an object as a map from its class's mark, which nothing else can contain, to its form."""

@@ -55,6 +55,7 @@ class LineQueue:
         self._num_bytes = 0
         self._num_unreported = 0
         self._is_closed = False
+        self._is_torn = False  # the last thing written is a part of a line
         self._changed = threading.Condition()  # guards all of these
         self.num_dropped = 0
         """Lines that were dropped so far."""
@@ -102,13 +103,18 @@ class LineQueue:
                 self._num_bytes -= len(data) + _LINE_BYTES
 
     def _write(self, data: bytes) -> None:
-        rest = memoryview(data)
+        rest = memoryview(b"\n" + data if self._is_torn else data)
+        num_bytes = len(rest)
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError:  # the reader has exited, or the disk is full
+            self._is_torn |= len(rest) < num_bytes
             with self._changed:
                 self.num_dropped += 1
+                self._num_unreported += 1
+        else:
+            self._is_torn = False
 
 
 class QueueHandler(logging.Handler):
@@ -132,7 +138,7 @@ class QueueHandler(logging.Handler):
         try:
             num_dropped = self.lines.take_unreported()
             if num_dropped:
-                text = f"dropped {num_dropped} lines of the log: their reader is too slow"
+                text = f"dropped {num_dropped} lines of the log: their reader is too slow, or the disk was full"
                 self._put(logging.makeLogRecord({"levelno": logging.WARNING, "levelname": "WARNING", "msg": text}))
             self._put(record)
         except Exception:  # a record whose arguments do not fit its message

@@ -82,7 +82,7 @@ class PeerConnection:
         try:
             (length,) = HEADER.unpack(header)
             return CODEC.unpack(self._read(check_length(length, limit_bytes)))
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise ConnectionError(f"the other side sent something that is no message: {error}") from error
 
     def set_timeout(self, timeout_s: float | None) -> None:
@@ -156,7 +156,7 @@ def introduce(connection: PeerConnection, place: GroupPlace) -> None:
         ConfigError: The leader refuses this process, or does not have the secret.
     """
     challenge = connection.receive(MAX_HELLO_BYTES)
-    if not isinstance(challenge, Challenge):
+    if not isinstance(challenge, Challenge) or not isinstance(challenge.nonce, bytes):
         raise ConnectionError(f"expected a challenge, got {type(challenge).__name__}")
     nonce = os.urandom(_NONCE_BYTES)
     hello = Hello(place.rank, place.count, host_name(), machine_name(), os.getpid(), nonce, b"")
@@ -165,7 +165,8 @@ def introduce(connection: PeerConnection, place: GroupPlace) -> None:
     if isinstance(answer, End):
         raise ConfigError(f"process 0 of the group refuses this one: {answer.reason}")
     expected = _sign(place, b"leader", nonce)
-    if not isinstance(answer, Welcome) or not hmac.compare_digest(answer.proof, expected):
+    is_welcome = isinstance(answer, Welcome) and isinstance(answer.proof, bytes)
+    if not is_welcome or not hmac.compare_digest(answer.proof, expected):
         raise ConfigError(f"the process at {place.address}:{place.port} does not have the group's secret")
 
 

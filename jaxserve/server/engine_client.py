@@ -22,7 +22,7 @@ from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.child_process import end_of
 from jaxserve.frames import HEADER, FrameError, check_length
 from jaxserve.group.settings import GroupPlace
-from jaxserve.server.engine_process.spawn import spawn_engine
+from jaxserve.server.engine_process.spawn import STACKS_SIGNAL, spawn_engine
 from jaxserve.server.engine_queries import EngineQueries
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.output_collector import OutputCollector, aborted
@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 _EXIT_S = 2.0  # from the end of the connection to that of the process
 _IMPORT_S = 60.0  # until the process reads its first message and counts the time itself
+_STACKS_S = 1.0  # for the stacks of a process that hangs
 _WATCH_S = 1.0  # between two checks of the heartbeats
 
 
@@ -344,7 +345,10 @@ class EngineClient(EngineQueries):
             self._silent_s += interval_s
         self._reason = f"it sent nothing for {timeout_s:g} s and was killed"
         logger.error("the engine process sends nothing; it is killed")
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(STACKS_SIGNAL)
+            await asyncio.sleep(_STACKS_S)
+            self._process.kill()
 
     async def _reap(self) -> None:
         """Wait for the process, which has closed the connection, and close this side."""

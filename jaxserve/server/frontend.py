@@ -56,11 +56,17 @@ class Frontend:
         self.log = RequestLog(config, model)
         self.model_names = tuple(config.served_model_name or (model,))
         self.created_s = int(time.time())
+        self._begin_s = time.monotonic()
         self.has_started = False
         self.is_draining = False
         self.is_lost = False
         self._running: dict[RequestEntry, None] = {}
         self._poison = PoisonList()
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the front end started."""
+        return time.monotonic() - self._begin_s
 
     @property
     def info(self) -> EngineInfo:

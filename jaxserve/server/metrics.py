@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import platform
-import time
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -113,7 +112,7 @@ def _server_metrics(frontend: Frontend, *, is_engine_up: bool) -> Iterable[Metri
         "texts_in_flight": ledger.num_in_flight,
         "admitted_bytes": ledger.memory.num_bytes,
         "max_admitted_bytes": ledger.memory.limit_bytes,
-        "uptime_seconds": time.time() - frontend.created_s,
+        "uptime_seconds": frontend.uptime_s,
     }
     if info is not None:
         model = info.model

@@ -1,6 +1,7 @@
 """The log of a server: its forms, what a client's text cannot do to it, and a reader that does not read."""
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from jaxserve.log_output import (
 logger = logging.getLogger("jaxserve.test")
 
 
-DROPPED = re.compile(r"WARNING dropped (\d+) lines of the log: their reader is too slow\n")
+DROPPED = re.compile(r"WARNING dropped (\d+) lines of the log: their reader is too slow, or the disk was full\n")
 
 
 @pytest.fixture
@@ -156,3 +157,27 @@ def test_all_libraries_and_warnings_use_it(capfd: pytest.CaptureFixture[str]) ->
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [line["logger"] for line in lines] == ["uvicorn.error", "jax._src", "grpc._cython", "py.warnings"]
     assert "of Python" in lines[3]["message"]
+
+
+def test_a_line_that_a_full_disk_has_torn_ends_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, room = bytearray(), [4]
+
+    def write(descriptor: int, data: bytes) -> int:
+        assert descriptor == 99
+        taken = bytes(data)[: room[0]]
+        room[0] -= len(taken)
+        written.extend(taken)
+        if not taken:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return len(taken)
+
+    monkeypatch.setattr(os, "write", write)
+    queue = LineQueue(99)
+    queue.put("abcdef")
+    queue.put("lost")
+    queue.close()
+    assert (bytes(written), queue.num_dropped, queue.take_unreported()) == (b"abcd", 2, 2)
+    room[0] = 100
+    queue._write(b"whole\n")
+    queue._write(b"another\n")
+    assert bytes(written) == b"abcd\nwhole\nanother\n"

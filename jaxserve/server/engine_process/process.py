@@ -31,6 +31,7 @@ from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.reshard.resharding import Resharder
 from jaxserve.server.engine_process.outbox import Outbox
 from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
+from jaxserve.server.engine_process.spawn import STACKS_SIGNAL
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.wire import (
     MAX_TO_ENGINE_BYTES,
@@ -69,6 +70,7 @@ def main() -> None:
 
 def _run(fd: int) -> NoReturn:
     """Run an engine until the front end stops it or it fails."""
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)  # in C: works also when no Python thread can run
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the front end, which says when to end
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=fd)
@@ -161,22 +163,26 @@ class Inbox:
 def watch(loop: Loop, outbox: Outbox, timeout_s: float) -> NoReturn:
     """Send heartbeats forever, and end the process with all stacks in its log if the engine's thread hangs.
 
-    A timer in C ends the process unless it is reset while the engine makes progress or is idle; it works also when no
-    Python thread can run any more.
+    Only time in which this thread ran is counted: a process that was stopped, or whose machine was paused, goes on.
+    If no Python thread can run, no heartbeats are sent, and the front end asks for the stacks and kills the process.
 
     Args:
         loop: Runs the engine.
         outbox: Sends messages to the front end.
         timeout_s: Seconds without progress; 0: never end the process.
     """
-    num_done = -1
+    num_done, hung_s = -1, 0.0
+    interval_s = min(_HEARTBEAT_S, timeout_s / 4) if timeout_s else _HEARTBEAT_S
     while True:
         if num_done != loop.num_done or loop.is_idle:
-            num_done = loop.num_done
-            if timeout_s:
-                faulthandler.dump_traceback_later(timeout_s, exit=True)
+            num_done, hung_s = loop.num_done, 0.0
+        elif timeout_s and hung_s >= timeout_s:
+            print(f"no step was completed for {timeout_s:g} s; stacks of all threads:", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(all_threads=True)
+            os._exit(EXIT_FAILED)
         outbox.send_heartbeat()
-        time.sleep(min(_HEARTBEAT_S, timeout_s / 4) if timeout_s else _HEARTBEAT_S)
+        time.sleep(interval_s)
+        hung_s += interval_s
 
 
 def _join(place: GroupPlace, outbox: Outbox) -> Leader:

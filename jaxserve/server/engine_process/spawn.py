@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 
@@ -10,6 +11,8 @@ from jaxserve.api.errors import ConfigError
 from jaxserve.child_process import child_environment
 from jaxserve.log_output import LogFormat, installed_handler
 
+STACKS_SIGNAL = signal.SIGUSR2
+"""Makes the process write the stacks of its threads into its log."""
 _STDERR = 2
 
 

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import re
-import time
 from importlib import resources
 from typing import Any
 
@@ -170,7 +169,7 @@ def _report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, Any]:
     misses = {metric.labels["reason"]: metric.value for metric in engine or () if metric.name.endswith(_MISSES)}
     return {
         "state": state,
-        "uptime_s": round(time.time() - frontend.created_s, 3),
+        "uptime_s": round(frontend.uptime_s, 3),
         "model_names": list(frontend.model_names),
         "model": None if info is None else _facts(info.model),
         "has_chat": info is not None and info.has_chat_template,

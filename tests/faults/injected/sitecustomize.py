@@ -7,6 +7,7 @@ if clients were far away: what one does not read is soon felt.
 """
 
 import contextlib
+import ctypes
 import importlib.abc
 import importlib.machinery
 import os
@@ -30,12 +31,16 @@ WAITING = "waiting"
 """A file that is there while a step waits at the gate."""
 PAUSE = "step-pause"
 """A file with seconds, which each step takes longer while it is there."""
+STEP_HOLDS_LOCK = "step-holds-lock"
+"""A file: while it is there, a step keeps Python's lock, so that no other thread of the process runs."""
 START_HANGS = "start-hangs"
 """A file: while it is there, no engine gets ready."""
 FOLLOWER_FAILS, FOLLOWER_HANGS = "follower-fails", "follower-hangs"
 FOLLOWER_DIVERGES, FOLLOWER_MISREADS = "follower-diverges", "follower-misreads"
 DISK_FULL = "disk-full"
 """A file: processes that start while it is there can make no file longer than ``LONGEST_FILE``."""
+CLOCK = "clock"
+"""A file with seconds by which the time of day is wrong in all processes; ``stopped``: it stays what it was."""
 SEND_BYTES = 32 << 10
 """What the system takes in of an answer that is not read."""
 LONGEST_FILE = 24 << 10
@@ -95,6 +100,8 @@ def _patch_runner(module: Any) -> None:
     def faulty(self: Any, *arguments: Any, **options: Any) -> Any:
         while hangs.exists():
             time.sleep(0.05)
+        if (Path(FOLDER or "") / STEP_HOLDS_LOCK).exists():
+            ctypes.PyDLL(None).sleep(3600)  # a call that, unlike CDLL's, keeps the lock
         _pass_gate(Path(FOLDER or ""))
         return _raise() if fails.exists() else launch(self, *arguments, **options)
 
@@ -191,6 +198,24 @@ def _patch_listeners() -> None:
     socket.socket.listen = listen_with_small_buffers
 
 
+def _patch_clock(switch: Path) -> None:
+    """Let the time of day stop or jump; the clock of timers goes on, as on every system."""
+    now_s, now_ns, stopped = time.time, time.time_ns, list[int]()
+
+    def wrong_ns() -> int:
+        try:
+            said = switch.read_text()
+        except FileNotFoundError:
+            return now_ns()
+        if said == "stopped":
+            stopped[:] = stopped or [now_ns()]
+            return stopped[0]
+        return now_ns() + int(float(said or 0) * 1e9)
+
+    time.time_ns = lambda: wrong_ns() if switch.exists() else now_ns()
+    time.time = lambda: wrong_ns() / 1e9 if switch.exists() else now_s()
+
+
 def _note_unpickling(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "pickle.find_class" and FOLDER is not None:
         with open(Path(FOLDER) / "unpickled", "a") as file:
@@ -201,5 +226,6 @@ if FOLDER is not None:
     sys.meta_path.insert(0, PatchingFinder())
     sys.addaudithook(_note_unpickling)
     _patch_listeners()
+    _patch_clock(Path(FOLDER) / CLOCK)
     if (Path(FOLDER) / DISK_FULL).exists():
         resource.setrlimit(resource.RLIMIT_FSIZE, (LONGEST_FILE, LONGEST_FILE))

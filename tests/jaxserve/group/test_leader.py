@@ -1,5 +1,6 @@
 """The leader of a group and its followers over real connections, without devices: joining, digests, and ends."""
 
+import contextlib
 import queue
 import socket
 import threading
@@ -10,13 +11,14 @@ import pytest
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.device.runner_interface import StepResult
+from jaxserve.frames import HEADER
 from jaxserve.group import leader as leader_module
 from jaxserve.group.connection import PeerConnection, introduce
 from jaxserve.group.digests import Digests
 from jaxserve.group.group_runner import GroupRunner
 from jaxserve.group.leader import Leader
 from jaxserve.group.members import SilenceLimits
-from jaxserve.group.messages import Beat, Done, End, Failed, Joined, Launch, Ready, Reset, ShowStacks, WarmUp
+from jaxserve.group.messages import Beat, Challenge, Done, End, Failed, Joined, Launch, Ready, Reset, ShowStacks, WarmUp
 from jaxserve.group.settings import GroupPlace
 from jaxserve.group.stage_ranks import StageRanks
 from jaxserve.scheduling.plan import StepPlan
@@ -91,6 +93,10 @@ def connected(place: GroupPlace) -> PeerConnection:
 def place_of(rank: int, port: int, count: int = 2, secret: bytes = b"s" * 32, join_timeout: float = 20.0) -> GroupPlace:
     """A place in a group on this machine."""
     return GroupPlace("127.0.0.1", port, count, rank, secret, join_timeout, step_timeout=30.0)
+
+
+STRANGE_FRAMES = (b"", b"\xc1", b"\x81\xc7\0\x5b\4", b"\x81\xc7\0\1\x05", b"\x81\x90\1", b"\xd4\x5b\0")
+"""No message: among them a class that is not in the table, and one with fields of no number."""
 
 
 @pytest.fixture
@@ -174,6 +180,14 @@ def test_only_processes_of_the_group_join(make_leader: Callable[..., Leader], po
     stranger.send(Ready())
     with pytest.raises(ConfigError, match="the secret is not that of the group"):
         FakeFollower(place_of(1, port, 3, secret=b"x" * 32))
+    for body in STRANGE_FRAMES:
+        other = connected(place_of(1, port, 3))
+        other.receive()
+        other.send_frame(HEADER.pack(len(body)) + body)
+        with contextlib.suppress(EOFError, ConnectionError):
+            while True:
+                other.receive()  # until the leader hangs up
+        other.close()
     with pytest.raises(ConfigError, match=r"it expects 2 processes, and this group has 3 \(nnodes\)"):
         FakeFollower(place_of(1, port))
     with pytest.raises(ConfigError, match="node_rank=3 is not one of 1 to 2"):
@@ -210,17 +224,21 @@ def test_a_port_in_use(make_leader: Callable[..., Leader], port: int) -> None:
             make_leader().join()
 
 
-def test_a_leader_without_the_secret_is_no_leader(port: int) -> None:
+@pytest.mark.parametrize(
+    "message, error",
+    [(Joined(1), "expected a challenge, got Joined"), (Challenge(5), "expected a challenge, got Challenge")],  # pyright: ignore[reportArgumentType]
+)
+def test_a_leader_without_the_secret_is_no_leader(port: int, message: Joined | Challenge, error: str) -> None:
     with socket.create_server(("127.0.0.1", port)) as listener:
 
         def pretend() -> None:
             connection = PeerConnection(listener.accept()[0])
-            connection.send(Joined(1))
+            connection.send(message)
             connection.close()
 
         pretending = threading.Thread(target=pretend)
         pretending.start()
-        with pytest.raises(OSError, match="expected a challenge, got Joined"):
+        with pytest.raises(OSError, match=error):
             FakeFollower(place_of(1, port))
         pretending.join()
 

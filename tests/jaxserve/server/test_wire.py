@@ -90,6 +90,12 @@ def test_frames_have_a_length_and_a_limit() -> None:
         check_length(2**32 - 1, 10)
 
 
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x81\xc7\0\x5b\4", b"\x81\xc7\0\2\5", b"\x81\x90\1"])
+def test_other_bytes_are_no_message(body: bytes) -> None:
+    with pytest.raises(FrameError, match=f"{len(body)} bytes are not a message"):
+        unpack(body)
+
+
 def nested(depth: int) -> list[Any]:
     found: list[Any] = []
     for _ in range(depth):

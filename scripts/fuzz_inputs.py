@@ -1,0 +1,142 @@
+"""Look for inputs that break what reads them: files, request bodies, completions, messages of other processes.
+
+    python scripts/fuzz_inputs.py                            every target of tests/fuzzing/registry.py, 20 minutes each
+    python scripts/fuzz_inputs.py http_body --seconds 120    one of them, two minutes
+    python scripts/fuzz_inputs.py http_body --input FILE     read one file, such as a crash that was found
+    python scripts/fuzz_inputs.py http_body --add FILE ...   add files to the inputs that the gate replays
+
+With the package atheris, which has wheels for Linux on x86-64, branches that an input reaches guide the search;
+elsewhere inputs are changed at random from the corpus and the seeds. An input that fails is written to FINDINGS, and
+the exit status is 1: mend the product, and add the input to ``tests/fuzzing/corpora``, from which the gate replays it.
+``--keep`` adds inputs that reach new branches to a folder, from which ``--keep`` of the next run goes on.
+"""
+
+import argparse
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.fuzzing.registry import TARGETS  # noqa: E402  (after the path that it lies on)
+from tests.fuzzing.target import add_to_corpus, corpus, load, mutated  # noqa: E402
+
+_HANGS_AFTER_S = 20
+_MAX_RSS_MIB = 4096
+_MAX_INPUT_BYTES = 4096
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fuzz targets one after the other; return the exit status."""
+    options = _parser().parse_args(arguments)
+    names = options.target or TARGETS
+    if options.input is not None:
+        load(names[0]).run(options.input.read_bytes())
+        return 0
+    if options.add:
+        add_to_corpus(names[0], [path.read_bytes() for path in options.add])
+        return 0
+    options.findings.mkdir(parents=True, exist_ok=True)
+    if len(names) == 1:
+        return (_with_coverage if find_spec("atheris") else _without_coverage)(names[0], options)
+    failed = [name for name in names if _in_own_process(name, options)]
+    if failed:
+        print(f"inputs that fail were found for: {', '.join(failed)}; see {options.findings}")
+    return 1 if failed else 0
+
+
+def _in_own_process(name: str, options: argparse.Namespace) -> int:
+    """Fuzz one target in a process that may end, and return its status."""
+    flags = ["--seconds", str(options.seconds), "--seed", str(options.seed), "--findings", str(options.findings)]
+    flags += [] if options.keep is None else ["--keep", str(options.keep)]
+    return subprocess.run([sys.executable, __file__, name, *flags]).returncode
+
+
+def _with_coverage(name: str, options: argparse.Namespace) -> int:
+    """Fuzz a target with libFuzzer, which ends this process."""
+    import atheris  # pyright: ignore[reportMissingImports]
+
+    packages = _packages(name)
+    with atheris.instrument_imports(include=packages, enable_loader_override=False):
+        target = load(name)
+    kept = options.findings / f"{name}-corpus" if options.keep is None else options.keep / name
+    seeds = options.findings / f"{name}-seeds"
+    for folder in (kept, seeds):
+        folder.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate([*target.seeds, *corpus(name)]):
+        (seeds / str(number)).write_bytes(seed)
+    words = options.findings / f"{name}.words"
+    escaped = ["".join(f"\\x{byte:02x}" for byte in word) for word in target.words]
+    words.write_text("".join(f'"{word}"\n' for word in escaped))
+    rng = random.Random(options.seed)
+
+    def mutate(data: bytes, max_size: int, seed: int) -> bytes:
+        rng.seed(seed)
+        if rng.random() < 0.5:
+            return atheris.Mutate(data, max_size)
+        return mutated(target, data, rng, rng.choice(target.seeds))[:max_size]
+
+    flags = [
+        f"-max_total_time={options.seconds}",
+        f"-seed={options.seed}",
+        f"-dict={words}",
+        f"-max_len={_MAX_INPUT_BYTES}",
+    ]
+    flags += [f"-timeout={_HANGS_AFTER_S}", f"-rss_limit_mb={_MAX_RSS_MIB}", "-print_final_stats=1", "-verbosity=0"]
+    flags += [f"-artifact_prefix={options.findings}/{name}-"]
+    print(f"{name}: {options.seconds} s, seed {options.seed}", flush=True)
+    atheris.Setup([name, *flags, str(kept), str(seeds)], target.run, custom_mutator=mutate)
+    atheris.Fuzz()  # does not return
+    return 1
+
+
+def _packages(name: str) -> list[str]:
+    """Return the modules that a target wants to see, without an import of the target."""
+    code = subprocess.run(
+        [sys.executable, "-c", f"from tests.fuzzing.target import load; print(*load({name!r}).packages)"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return code.stdout.split()
+
+
+def _without_coverage(name: str, options: argparse.Namespace) -> int:
+    """Change inputs at random until the time is over."""
+    target, rng = load(name), random.Random(options.seed)
+    inputs, num_done, end_s = [*target.seeds, *corpus(name)], 0, time.monotonic() + options.seconds
+    print(f"{name}: {options.seconds} s, seed {options.seed}, without coverage: the package atheris is not installed")
+    while time.monotonic() < end_s:
+        data = mutated(target, rng.choice(inputs), rng, rng.choice(inputs))[:_MAX_INPUT_BYTES]
+        num_done += 1
+        try:
+            target.run(data)
+        except Exception:
+            found = options.findings / f"{name}-crash-{num_done}"
+            found.write_bytes(data)
+            print(f"{name}: execution {num_done} failed; its input is in {found}", flush=True)
+            raise
+    print(f"{name}: {num_done} executions, no finding")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("target", nargs="*", choices=[[], *TARGETS], help="targets; all of them by default")
+    made.add_argument("--seconds", type=int, default=1200, help="for each target")
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--findings", type=Path, default=Path("fuzz-findings"), help="folder of inputs that fail")
+    made.add_argument("--keep", type=Path, help="folder of the corpora that grow")
+    made.add_argument("--add", type=Path, nargs="+", help="files that become part of the target's corpus")
+    made.add_argument("--input", type=Path, help="a file that the target reads once")
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())
