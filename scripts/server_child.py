@@ -28,6 +28,7 @@ class RunningServer:
         grpc: Target of the gRPC listener.
         admin: Target of the admin listener.
         log: File with its output.
+        headers: Sent with each HTTP request to it, such as a key.
     """
 
     process: "subprocess.Popen[bytes]"
@@ -35,6 +36,7 @@ class RunningServer:
     grpc: str
     admin: str
     log: Path
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     @property
     def engine_pid(self) -> int:

@@ -8,6 +8,10 @@ child processes with streams are killed. Completions are compared with known one
 both processes, pages and queues are watched. At the end the server must be idle, nothing may have grown beyond the
 limits in ``scripts/soak/report.py``, and every request must have received its response or the expected error. Only then
 is the exit status 0.
+
+    python scripts/soak_server.py --mix hostile --minutes 5 --output-json FILE
+
+measures instead what one API key costs another (``scripts/soak/two_keys.py``), and looks for the same after it.
 """
 
 import argparse
@@ -28,12 +32,17 @@ from scripts.server_child import RunningServer, as_flags, running_server  # noqa
 from scripts.soak.load import Load  # noqa: E402
 from scripts.soak.report import Report  # noqa: E402
 from scripts.soak.requests import KnownPrompt, prompts  # noqa: E402
+from scripts.soak.two_keys import KEYS, compare, write_auth_file  # noqa: E402
 from scripts.soak.watch import wait_until_quiet, watch  # noqa: E402
 
 ENGINE: dict[str, Any] = {
     "max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 512, "kv_cache_memory_bytes": 16 << 20
 }  # fmt: skip
 SERVER: dict[str, Any] = {"stall_timeout": 5, "disable_access_log": True, "max_num_queued_reqs": 256}
+HOSTILE_SERVER: dict[str, Any] = {
+    "stall_timeout": 5, "body_timeout": 20, "disable_access_log": True, "trust_request_chat_template": True,
+    "max_admitted_bytes": 256 << 20,
+}  # fmt: skip
 NUM_WORKERS = 16
 MAX_SAMPLES = 2000
 QUIET_LIMIT_S = 60.0
@@ -70,9 +79,23 @@ async def run_soak(server: RunningServer, duration_s: float, seed: int = 0, num_
     return report
 
 
+async def run_two_keys(server: RunningServer, duration_s: float, seed: int = 0) -> tuple[Report, dict[str, Any]]:
+    """Measure what a hostile key costs another one; return the report, and the times by themselves.
+
+    The server must be idle, have the demo model, and the settings ``HOSTILE_SERVER`` and ``two_key_flags``.
+    """
+    server.headers = {"Authorization": f"Bearer {KEYS['watcher']}"}
+    report = Report()
+    known = await known_responses(server, prompts(seed))
+    await fill_pools(server)
+    times = await compare(server, known, report, duration_s, seed, HOSTILE_SERVER["max_admitted_bytes"])
+    await known_responses(server, known, report)
+    return report, times
+
+
 async def fill_pools(server: RunningServer) -> None:
     """Have the engine start all processes for grammars and templates that it keeps, before it is watched."""
-    client = HttpClient(server.http)
+    client = HttpClient(server.http, server.headers)
     plain = {"max_tokens": 1, "temperature": 0}
     grammars = [{"prompt": "1+1=", "structured_outputs": {"regex": f"[0-9]{{1,{i}}}"}, **plain} for i in range(2, 10)]
     chats = [{"messages": [{"role": "user", "content": str(i)}], **plain} for i in range(8)]
@@ -86,7 +109,7 @@ async def known_responses(
     server: RunningServer, asked: Sequence[KnownPrompt], report: Report | None = None
 ) -> list[KnownPrompt]:
     """Return the prompts with the completions of an idle server; differences from earlier ones go to ``report``."""
-    client = HttpClient(server.http)
+    client = HttpClient(server.http, server.headers)
     found = []
     for prompt in asked:
         completion = await client.request("POST", "/v1/completions", prompt.completion())
@@ -106,16 +129,25 @@ async def known_responses(
 def main() -> None:
     """Start a server, or takes one that runs, and exits with 0 where all went well."""
     options = parser().parse_args()
-    flags = [*as_flags({**ENGINE, **SERVER, **json.loads(options.settings)}), *options.flag]
-    log = Path(options.log) if options.log else Path(tempfile.mkdtemp(prefix="jaxserve-soak-")) / "server.log"
-    with running_server(options.model, flags, log) as server:
+    is_hostile = options.mix == "hostile"
+    settings = {**ENGINE, **(HOSTILE_SERVER if is_hostile else SERVER), **json.loads(options.settings)}
+    folder = Path(tempfile.mkdtemp(prefix="jaxserve-soak-"))
+    if is_hostile:
+        settings["auth_file"] = write_auth_file(folder)
+    log = Path(options.log) if options.log else folder / "server.log"
+    found: dict[str, Any] = {}
+    with running_server(options.model, [*as_flags(settings), *options.flag], log) as server:
         print(f"server ready at {server.http}; its log is {log}", flush=True)
-        report = asyncio.run(run_soak(server, options.minutes * 60, options.seed, options.workers))
+        if is_hostile:
+            report, found["times"] = asyncio.run(run_two_keys(server, options.minutes * 60, options.seed))
+        else:
+            report = asyncio.run(run_soak(server, options.minutes * 60, options.seed, options.workers))
     if server.process.returncode != 0:
         report.complain(f"the server ended with status {server.process.returncode} when it was told to end")
-    print("\n".join(report.lines()), flush=True)
+    print("\n".join([*report.lines(), *(json.dumps(value, indent=1) for value in found.values())]), flush=True)
     if options.output_json:
-        Path(options.output_json).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        found = {**report.as_json(), **found}
+        Path(options.output_json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.exit(0 if report.is_clean else 1)
 
 
@@ -123,6 +155,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the flags."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--model", default="demo")
+    found.add_argument("--mix", choices=("plain", "hostile"), default="plain")
     found.add_argument("--minutes", type=float, default=30.0)
     found.add_argument("--workers", type=int, default=NUM_WORKERS, help="requests at a time")
     found.add_argument("--seed", type=int, default=0)

@@ -16,6 +16,8 @@ MIN_BUDGET_BYTES = 256 << 20
 
 _TEXT_COPIES = 3
 """A text is in the front end, on its way, and in the engine process."""
+_TOKENIZING_BYTES = 130
+"""A byte of a text while it is tokenized, where each is a token: the tokenizer keeps how it changed the text."""
 _TOKEN_BYTES = 100
 """A token id of a prompt: an object and its places in lists, here and in the engine process."""
 _OUTPUT_TOKEN_BYTES = 40
@@ -85,13 +87,22 @@ class ByteBudget:
 
 def request_bytes(request: Request, model: model_pb2.Model) -> int:
     """Estimate the bytes that a request takes in all processes from its admission to its end, its outputs aside."""
-    max_model_len = model.max_model_len
-    num_characters = len(request.text or "") + _characters(request.chat)
-    num_tokens = min(num_characters // 2, max_model_len) if request.token_ids is None else len(request.token_ids)
-    num_bytes = _TEXT_COPIES * num_characters + _TOKEN_BYTES * num_tokens
+    texts, ids = [request.text, request.chat], request.token_ids
+    num_tokens = min(_size(texts) // 2, model.max_model_len) if ids is None else len(ids)
+    num_bytes = conversion_bytes(text=texts, num_tokens=num_tokens)
     if request.pooling is not None:
         return num_bytes + _SAMPLE_BYTES
     return num_bytes + _SAMPLE_BYTES * request.params.n + _option_bytes(request.params, num_tokens, model)
+
+
+def conversion_bytes(*, text: object = None, num_tokens: int = 0) -> int:
+    """Estimate the bytes that a conversion between text and tokens takes.
+
+    Args:
+        text: A text, or the fields of a chat, that becomes tokens.
+        num_tokens: Number of tokens that become text.
+    """
+    return (_TEXT_COPIES + _TOKENIZING_BYTES) * _size(text) + _TOKEN_BYTES * num_tokens
 
 
 def _option_bytes(params: SamplingParams, num_tokens: int, model: model_pb2.Model) -> int:
@@ -127,13 +138,13 @@ def _logprob_bytes(logprobs: object) -> int:
     return _OUTPUT_TOKEN_BYTES * logprobs.num_entries if isinstance(logprobs, PackedLogprobs) else 0
 
 
-def _characters(value: object) -> int:
-    """Return the characters of all texts in a JSON value."""
+def _size(value: object) -> int:
+    """Return the bytes, in UTF-8, of all texts in a JSON value."""
     total, parts = 0, [value]
     while parts:
         part = parts.pop()
         if isinstance(part, str):
-            total += len(part)
+            total += len(part) if part.isascii() else len(part.encode("utf-8", "surrogatepass"))
         elif isinstance(part, dict):
             parts += part.values()
         elif isinstance(part, list):

@@ -22,6 +22,11 @@ class Entry(Protocol):
     num_waiting_tokens: int
 
     @property
+    def caller(self) -> str:
+        """Name of its caller."""
+        ...
+
+    @property
     def num_seqs(self) -> int:
         """Its sequences."""
         ...
@@ -34,6 +39,9 @@ class Ledger:
     these take once it is parsed.
     Each prompt is an entry from its submission to its end: in order of arrival as many run as steps have room for, and
     the prompt tokens of the others wait. The engine process tells the tokens of a text before it runs.
+
+    A caller with less than an equal part of a limit, of those that have sequences in flight, is admitted even if others
+    have taken all of it, so that no caller keeps another one out.
 
     Attributes:
         num_in_flight: Sequences of the requests in flight.
@@ -57,6 +65,7 @@ class Ledger:
         self._num_running = 0
         self._waiting: dict[Entry, None] = {}
         self._num_waiting_tokens = 0
+        self._waiting_tokens = collections.Counter[str]()  # by caller
         self.num_in_flight = 0
         self.num_refused = 0
 
@@ -146,19 +155,26 @@ class Ledger:
             self.remove_bytes(caller, num_bytes)
             self.num_in_flight -= num_seqs
             self._by_caller[caller.name] -= num_seqs
+            if not self._by_caller[caller.name]:
+                del self._by_caller[caller.name]
 
     def _check_overload(self, caller: Caller, num_seqs: int) -> None:
-        if self._limit is not None and self.num_in_flight + num_seqs > self._limit:
+        own_limit, num_own = caller.max_concurrent_requests, self._by_caller[caller.name]
+        is_full = self._limit is not None and self.num_in_flight + num_seqs > self._limit
+        if is_full and num_own + num_seqs > self._part(self._limit, caller.name):
             self._refuse(
                 f"queue full: {self.num_in_flight} sequences in flight, limit {self._limit} (max_num_seqs + "
                 f"max_num_queued_reqs), and this request has {num_seqs}; retry later"
             )
-        own_limit, num_own = caller.max_concurrent_requests, self._by_caller[caller.name]
         if own_limit is not None and num_own + num_seqs > own_limit:
             self._refuse(
                 f"this API key has {num_own} sequences in flight, limit {own_limit}, and this request has {num_seqs}; "
                 "retry later"
             )
+
+    def _part(self, limit: int, caller: str) -> int:
+        """Return an equal part of a limit, of the callers that have sequences in flight and this one."""
+        return limit // len({*self._by_caller, caller})
 
     def _check_rate(self, name: str, rate: int) -> None:
         """Count a request for its caller's rate."""
@@ -201,12 +217,21 @@ class Ledger:
         if entry not in self._waiting:
             return
         limit, num_waiting = self._max_num_queued_tokens, self._num_waiting_tokens - entry.num_waiting_tokens
-        if limit is not None and num_waiting + num_tokens > limit:
+        num_own = self._waiting_tokens[entry.caller] - entry.num_waiting_tokens
+        is_full = limit is not None and num_waiting + num_tokens > limit
+        if is_full and num_own + num_tokens > self._part(limit, entry.caller):
             raise OverloadedError(
                 f"queue full: {num_waiting} prompt tokens waiting, limit {limit} (max_num_queued_tokens), and this "
                 f"prompt has {num_tokens}; retry later"
             )
-        entry.num_waiting_tokens, self._num_waiting_tokens = num_tokens, num_waiting + num_tokens
+        self._note_waiting(entry, num_tokens)
+
+    def _note_waiting(self, entry: Entry, num_tokens: int) -> None:
+        num_more, entry.num_waiting_tokens = num_tokens - entry.num_waiting_tokens, num_tokens
+        self._num_waiting_tokens += num_more
+        self._waiting_tokens[entry.caller] += num_more
+        if not self._waiting_tokens[entry.caller]:
+            del self._waiting_tokens[entry.caller]
 
     def _leave(self, entry: Entry) -> None:
         """Remove a prompt. The next ones in order run if there is room for them."""
@@ -224,5 +249,4 @@ class Ledger:
 
     def _stop_waiting(self, entry: Entry) -> None:
         del self._waiting[entry]
-        self._num_waiting_tokens -= entry.num_waiting_tokens
-        entry.num_waiting_tokens = 0
+        self._note_waiting(entry, 0)

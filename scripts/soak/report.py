@@ -91,10 +91,10 @@ class Report:
         """Return the number of requests."""
         return sum(sum(counts.values()) for counts in self.outcomes.values())
 
-    def note(self, kind: str, outcome: str) -> None:
-        """Count a request."""
+    def note(self, kind: str, outcome: str, count: int = 1) -> None:
+        """Count requests."""
         counts = self.outcomes.setdefault(kind, {})
-        counts[outcome] = counts.get(outcome, 0) + 1
+        counts[outcome] = counts.get(outcome, 0) + count
 
     def complain(self, text: str) -> None:
         """Record a problem."""

@@ -45,6 +45,18 @@ def children_values(pid: int) -> dict[str, float]:
     return {"children": float(count), "children_rss_bytes": rss_bytes}
 
 
+def tree_rss_bytes(pid: int) -> float:
+    """Return the memory of a process and all processes below it."""
+    total, waiting = 0.0, [pid]
+    while waiting:
+        one = waiting.pop()
+        with contextlib.suppress(OSError):  # it has just ended
+            total += _rss_bytes(one)
+            for task in Path(f"/proc/{one}/task").iterdir():
+                waiting += map(int, (task / "children").read_text().split())
+    return total
+
+
 async def server_values(server: RunningServer, client: HttpClient) -> dict[str, float]:
     """Return all observed numbers."""
     response = await client.request("GET", "/metrics")
@@ -55,7 +67,7 @@ async def server_values(server: RunningServer, client: HttpClient) -> dict[str, 
 
 async def watch(server: RunningServer, samples: list[Sample], interval_s: float) -> None:
     """Take samples until it is cancelled."""
-    client = HttpClient(server.http)
+    client = HttpClient(server.http, server.headers)
     start_s = time.monotonic()
     try:
         while True:
@@ -76,7 +88,7 @@ async def wait_until_quiet(server: RunningServer, limit_s: float, settle_s: floa
     deadline_s = time.monotonic() + limit_s
     quiet_since_s: float | None = None
     while True:
-        client = HttpClient(server.http, {"Connection": "close"})
+        client = HttpClient(server.http, {**server.headers, "Connection": "close"})
         values = await server_values(server, client)
         await client.close()
         now_s = time.monotonic()

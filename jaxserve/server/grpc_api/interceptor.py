@@ -273,9 +273,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             DeadlineError: It takes too long to arrive.
         """
         limit_s = self._stall_timeout_s or None
+        reading = asyncio.ensure_future(context.read())
+        reading.add_done_callback(_drop_error)  # of one that goes on until the call ends
         try:
             async with asyncio.timeout(limit_s):
-                request: Any = await asyncio.shield(context.read())  # cancelled, it would never free the message
+                request: Any = await asyncio.shield(reading)  # cancelled, it would never free the message
         except TimeoutError as error:
             raise DeadlineError(f"the request was not complete after {limit_s:g} s") from error
         if request is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
@@ -289,6 +291,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._num_running -= 1
         if not self._num_running:
             self._is_idle.set()
+
+
+def _drop_error(reading: "asyncio.Future[Any]") -> None:
+    """Look at a future's error, so that asyncio does not log that nobody has."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 def _audited(method: str, call: GrpcCall, behaviour: _Behaviour) -> _Behaviour:

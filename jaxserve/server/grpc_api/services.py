@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 from jaxserve.api.errors import RequestError
 from jaxserve.api.metric_types import Gauge
+from jaxserve.server.byte_budget import conversion_bytes
 from jaxserve.server.chat import chat_arguments
 from jaxserve.server.converted_tokens import check_converted
 from jaxserve.server.errors import NotImplementedRequestError
@@ -50,9 +51,9 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
 
-    def _admit(self, model: str) -> contextlib.AbstractContextManager[None]:
+    def _admit(self, model: str, num_bytes: int) -> contextlib.AbstractContextManager[None]:
         self._frontend.check_model(model)
-        return self._frontend.ledger.admit(CURRENT_CALL.get().caller)
+        return self._frontend.ledger.admit(CURRENT_CALL.get().caller, num_bytes=num_bytes)
 
     async def Tokenize(
         self, request: tokenization_pb2.TokenizeRequest, context: Context
@@ -60,7 +61,7 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         """Return the token ids of a text."""
         del context
         adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        with self._admit(request.model):
+        with self._admit(request.model, conversion_bytes(text=request.text)):
             token_ids, strings = await self._frontend.engine.tokenize(
                 request.text, adds, request.return_token_strings, CURRENT_CALL.get().caller.turn
             )
@@ -78,7 +79,7 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
         if not request.HasField("token_ids"):
             raise RequestError("expected token_ids", parameter="token_ids")
         check_converted("token_ids", len(request.token_ids.ids))
-        with self._admit(request.model):
+        with self._admit(request.model, conversion_bytes(num_tokens=len(request.token_ids.ids))):
             text = await self._frontend.engine.detokenize(
                 list(request.token_ids.ids), request.skip_special_tokens, CURRENT_CALL.get().caller.turn
             )
@@ -89,8 +90,9 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
     ) -> tokenization_pb2.ApplyChatTemplateResponse:
         """Return the prompt of a conversation."""
         del context
-        chat = chat_arguments(self._frontend.config, conversation_fields(request.messages))
-        with self._admit(request.model):
+        fields = conversation_fields(request.messages)
+        chat = chat_arguments(self._frontend.config, fields)
+        with self._admit(request.model, conversion_bytes(text=fields)):
             text, token_ids = await self._frontend.engine.render_chat(chat, CURRENT_CALL.get().caller.turn)
         return tokenization_pb2.ApplyChatTemplateResponse(text=text, token_ids=token_ids)
 

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxserve.api.field_checks import flag, text, token_ids
+from jaxserve.server.byte_budget import conversion_bytes
 from jaxserve.server.chat import chat_arguments
 from jaxserve.server.converted_tokens import check_converted
 from jaxserve.server.http_api.chat import CONVERSATION_FIELDS
@@ -29,7 +30,7 @@ async def tokenize(call: HttpCall) -> ASGIApp:
     frontend, has_strings = call.frontend, fields.get("return_token_strs", False)
     turn = call.caller.turn
     strings: list[str] = []
-    with frontend.ledger.admit(call.caller):
+    with frontend.ledger.admit(call.caller, num_bytes=conversion_bytes(text=fields[needs])):
         if is_chat:
             prompt, ids = await frontend.engine.render_chat(chat_arguments(frontend.config, fields), turn)
             if has_strings:
@@ -52,6 +53,6 @@ async def detokenize(call: HttpCall) -> Response:
     fields = await call.read(lambda: call.fields(_IDS_FIELDS, "tokens"))
     ids = fields["tokens"]
     check_converted("tokens", len(ids))
-    with call.frontend.ledger.admit(call.caller):
+    with call.frontend.ledger.admit(call.caller, num_bytes=conversion_bytes(num_tokens=len(ids))):
         found = await call.frontend.engine.detokenize(ids, fields.get("skip_special_tokens", False), call.caller.turn)
     return json_response({"prompt": found}, headers=unused_fields_header(call.unused))

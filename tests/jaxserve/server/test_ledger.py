@@ -75,6 +75,24 @@ def test_a_key_has_limits_of_its_own() -> None:
             pass
 
 
+def test_no_key_keeps_another_one_out() -> None:
+    """A key below an equal part is admitted although another one has taken all."""
+    ledger = Ledger()
+    ledger.open(10)
+    one, other = (Caller(name, frozenset()) for name in ("one", "other"))
+    with ledger.admit(one, 10):
+        with ledger.admit(other, 4):
+            ledger.check_room(other)
+            for caller in (one, other):
+                with pytest.raises(OverloadedError, match="queue full: 14 sequences in flight"):
+                    with ledger.admit(caller, 2):
+                        pass
+        with pytest.raises(OverloadedError, match="queue full"), ledger.admit(other, 6):
+            pass
+    with ledger.admit(one, 10), pytest.raises(OverloadedError, match="queue full"), ledger.admit(one, 1):
+        pass
+
+
 def test_a_key_has_a_rate() -> None:
     clock = Clock()
     ledger = Ledger(clock=clock)
@@ -111,8 +129,9 @@ def test_a_full_server_refuses_before_it_reads() -> None:
 class Prompt:
     """A prompt of some sequences, in the ledger until ``leave``."""
 
-    def __init__(self, ledger: Ledger, num_seqs: int = 1):
+    def __init__(self, ledger: Ledger, num_seqs: int = 1, caller: str = "anybody"):
         self.num_seqs = num_seqs
+        self.caller = caller
         self.num_waiting_tokens = 0
         self._block = ledger.entered(self)
         self.waits = self._block.__enter__()
@@ -140,6 +159,24 @@ def test_prompts_wait_once_more_sequences_came_than_the_steps_have_room_for() ->
     prompts[0].leave()
     prompts.append(Prompt(ledger))
     assert not prompts[-1].waits
+
+
+def test_waiting_tokens_of_one_key_keep_no_other_one_out() -> None:
+    ledger = opened(1, 100)
+    one, other = (Caller(name, frozenset()) for name in ("one", "other"))
+    with ledger.admit(one), ledger.admit(other):
+        prompts = [Prompt(ledger, 1, name) for name in ("one", "one", "other", "other")]
+        ledger.note_prompt(prompts[1], 100)
+        ledger.note_prompt(prompts[2], 30)
+        with pytest.raises(OverloadedError, match="130 prompt tokens waiting, limit 100"):
+            ledger.note_prompt(prompts[3], 21)
+        ledger.note_prompt(prompts[3], 20)
+        with pytest.raises(OverloadedError, match="50 prompt tokens waiting, limit 100"):
+            ledger.note_prompt(prompts[1], 51)
+        for prompt in prompts:
+            prompt.leave()
+    last = [Prompt(ledger), Prompt(ledger)]
+    ledger.note_prompt(last[1], 100)  # all is as it was at first
 
 
 def test_a_prompt_of_more_sequences_than_run_at_a_time_runs_alone() -> None:

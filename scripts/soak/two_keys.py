@@ -1,0 +1,214 @@
+"""What a hostile API key costs another one: the times of a key's requests beside it, and beside a polite one.
+
+First a hostile key does what ``scripts/soak/attacks.py`` lists; then a polite one keeps as many sequences in flight as
+the hostile one had, running or waiting. Meanwhile a third key's requests are timed.
+"""
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.bench.serve.grpc import GrpcBackend, open_channels
+from jaxserve.bench.serve.http import HttpClient
+from jaxserve.bench.serve.openai import OpenAIBackend
+from jaxserve.bench.serve.records import Backend, BenchRequest
+from scripts.server_child import REPOSITORY, RunningServer
+from scripts.soak.report import MIB, Report
+from scripts.soak.requests import KnownPrompt
+from scripts.soak.watch import tree_rss_bytes, wait_until_quiet, watch
+
+KEYS = {"measured": "key-of-the-measured", "other": "key-of-the-other", "watcher": "key-of-the-watcher"}
+INTERVAL_S = 0.4
+"""Mean time between two requests of the measured key."""
+RATIO = 1.5
+TIME_LIMIT_S = 5.0
+"""Time limit of a template or grammar, which is how long one of another key may hold up a request."""
+OVERHEAD_BYTES = 300 * MIB
+AFTER_S = 30.0
+SETTLE_S = 7.0
+
+
+def write_auth_file(folder: Path) -> Path:
+    """Write the keys of ``KEYS``."""
+    path = folder / "keys.yaml"
+    path.write_text(json.dumps([{"key": key, "name": name} for name, key in KEYS.items()]))
+    return path
+
+
+async def compare(
+    server: RunningServer, known: list[KnownPrompt], report: Report, duration_s: float, seed: int, budget_bytes: int
+) -> dict[str, Any]:
+    """Put a server with ``KEYS`` under the load of both keys, one after the other; return what was measured.
+
+    Args:
+        server: An idle server, whose ``headers`` have the key of the watcher.
+        known: Prompts with their completions.
+        report: Gets samples and problems of the hostile part.
+        duration_s: Seconds of each part.
+        seed: Of what is sent when.
+        budget_bytes: The server's ``max_admitted_bytes``.
+    """
+    measured = _Measured(server, known, report, seed)
+    other = _Other(server, report, seed)
+    rest_bytes = tree_rss_bytes(server.process.pid)
+    await _beside(other.run("hostile", min(20.0, duration_s / 3)), measured)  # what is made once is there from here on
+    report.before = await wait_until_quiet(server, AFTER_S, SETTLE_S)
+    peak = _Peak(server.process.pid)
+    watching = [
+        asyncio.create_task(watch(server, report.samples, max(0.5, duration_s / 2000))),
+        asyncio.create_task(peak.watch()),
+    ]
+    start_s, report.outcomes = time.monotonic(), {}
+    hostile = await _beside(other.run("hostile", duration_s), measured)
+    report.duration_s = time.monotonic() - start_s
+    for task in watching:
+        task.cancel()
+    for error in await asyncio.gather(*watching, return_exceptions=True):
+        if isinstance(error, Exception):
+            report.complain(f"the server could not be watched to the end: {error!r}")
+    await asyncio.sleep(AFTER_S)
+    report.after = await wait_until_quiet(server, 0.0)
+    report.judge()
+    limit_bytes = rest_bytes + budget_bytes + OVERHEAD_BYTES
+    if peak.num_bytes > limit_bytes:
+        report.complain(f"all processes took {peak.num_bytes / MIB:.0f} MiB, more than {limit_bytes / MIB:.0f} MiB")
+    num_sequences = round(np.mean([_num_sequences(sample.values) for sample in report.samples]))
+    for sample in report.samples:
+        if "num_requests_running" not in sample.values:
+            print("no engine gauges", sample)
+    polite = await _beside(other.run("polite", duration_s, num_sequences), measured)
+    worst_s, allowed_s = max(hostile), max(polite) + TIME_LIMIT_S
+    if worst_s > allowed_s:
+        report.complain(f"a first token came after {worst_s:.2f} s beside the hostile key, more than {allowed_s:.2f} s")
+    return {
+        "ratio_p99": float(np.percentile(hostile, 99) / np.percentile(polite, 99)),
+        "hostile": percentiles(hostile),
+        "polite": percentiles(polite),
+        "num_sequences": num_sequences,
+        "rest_bytes": rest_bytes,
+        "peak_bytes": peak.num_bytes,
+        "limit_bytes": limit_bytes,
+    }
+
+
+def percentiles(times_s: list[float]) -> dict[str, float]:
+    """Return percentiles of times to the first token."""
+    found = {f"p{percent}_s": float(np.percentile(times_s, percent)) for percent in (50, 90, 99, 100)}
+    return {"num_requests": len(times_s), **found}
+
+
+def _num_sequences(values: dict[str, float]) -> float:
+    return values.get("num_requests_running", 0.0) + values.get("num_requests_waiting", 0.0)
+
+
+async def _beside(other: Coroutine[Any, Any, None], measured: "_Measured") -> list[float]:
+    """Return the times of the measured key's requests while the other one sends."""
+    sending = asyncio.create_task(other)
+    try:
+        return await measured.run(sending)
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+
+
+class _Peak:
+    """The most memory that a process and all processes below it have taken together."""
+
+    def __init__(self, pid: int):
+        self._pid = pid
+        self.num_bytes = 0.0
+
+    async def watch(self) -> None:
+        """Look until it is cancelled."""
+        while True:
+            self.num_bytes = max(self.num_bytes, tree_rss_bytes(self._pid))
+            await asyncio.sleep(0.1)
+
+
+class _Other:
+    """The processes of the other key's clients."""
+
+    def __init__(self, server: RunningServer, report: Report, seed: int):
+        self._server, self._report, self._seed = server, report, seed
+
+    async def run(self, kind: str, seconds: float, num_sequences: int = 0) -> None:
+        """Send for some time, and note what became of the requests."""
+        options = {
+            "http": self._server.http, "grpc": self._server.grpc, "key": KEYS["other"], "seed": self._seed,
+            "seconds": seconds, "sequences": num_sequences,
+        }  # fmt: skip
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(options, file)
+            file.flush()
+            child = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "scripts.soak.hostile", file.name, kind),
+                cwd=REPOSITORY,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            try:
+                output, _ = await child.communicate()
+            finally:
+                if child.returncode is None:
+                    child.kill()
+                    await child.wait()
+        if child.returncode:
+            raise RuntimeError(f"the clients of the other key ended with status {child.returncode}")
+        found = json.loads(output)
+        for name, counts in found["outcomes"].items():
+            for outcome, count in counts.items():
+                self._report.note(f"{kind}: {name}", outcome, count)
+        for problem in found["problems"]:
+            self._report.complain(f"{kind}: {problem}")
+
+
+class _Measured:
+    """The requests that are timed: streams over HTTP and gRPC, and chats, with known responses."""
+
+    def __init__(self, server: RunningServer, known: list[KnownPrompt], report: Report, seed: int):
+        self._server, self._known, self._report = server, known, report
+        self._generator = random.Random(seed)
+        self._headers = {"Authorization": f"Bearer {KEYS['measured']}"}
+
+    async def run(self, until: "asyncio.Task[None]") -> list[float]:
+        """Send requests, at random times, until a task is done; return the seconds to the first token of each."""
+        client, channels = HttpClient(self._server.http, self._headers), open_channels(self._server.grpc, 1)
+        chat = {"temperature": 0}
+        metadata = {"authorization": self._headers["Authorization"]}
+        backends: dict[str, tuple[Backend, bool]] = {
+            "measured http": (OpenAIBackend(client, "/v1/completions", "", {**chat, "ignore_eos": True}), False),
+            "measured grpc": (GrpcBackend(channels, "", {"temperature": 0.0, "ignore_eos": True}, {}, metadata), False),
+            "measured chat": (OpenAIBackend(client, "/v1/chat/completions", "", chat), True),
+        }
+        times_s: list[float] = []
+
+        async def send(name: str, known: KnownPrompt) -> None:
+            backend, is_chat = backends[name]
+            response = await backend.send(BenchRequest(known.prompt, 16 if is_chat else known.max_tokens))
+            is_right = response.is_success and response.text == (known.chat if is_chat else known.text)
+            self._report.note(name, "completed" if is_right else "wrong")
+            if is_right:
+                times_s.append(response.ttft_s)
+            else:
+                self._report.complain(f"{name}: {response.error or repr(response.text)}")
+
+        sending: set[asyncio.Task[None]] = set()
+        while not until.done():
+            name = self._generator.choice(list(backends))
+            task = asyncio.create_task(send(name, self._generator.choice(self._known)))
+            sending.add(task)
+            task.add_done_callback(sending.discard)
+            await asyncio.sleep(self._generator.expovariate(1 / INTERVAL_S))
+        await asyncio.gather(*sending)
+        until.result()
+        await client.close()
+        for channel in channels:
+            await channel.close()
+        return times_s
