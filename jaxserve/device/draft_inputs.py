@@ -46,15 +46,20 @@ def drafting_shape(sharded: ShardedModel, shape: BatchShape, shapes: Sequence[Ba
     others: compiling them takes longer than all else at startup. Heads have programs of their own for each shape, as
     they read hidden states, which would be padded too; they have few layers.
     """
-    assert sharded.drafter is not None
-    drafter = sharded.drafter.sharded
-    skips_padding = drafter.policy.is_native and drafter.kernel.name == "native" and drafter.row_tile is not None
-    if drafter.head is not None or not skips_padding:
+    if not is_widened(sharded):
         return shape
     alike = [each for each in shapes if each.decode_only == shape.decode_only]
     largest = max(alike, key=lambda each: (each.num_rows, each.num_tokens))
     fits = shape.num_rows <= largest.num_rows and shape.num_tokens <= largest.num_tokens
     return largest if fits and shape.max_samples <= largest.max_samples else shape
+
+
+def is_widened(sharded: ShardedModel) -> bool:
+    """Whether the drafter has one program for all decode steps and one for all others: a model that skips padding."""
+    assert sharded.drafter is not None
+    drafter = sharded.drafter.sharded
+    skips_padding = drafter.policy.is_native and drafter.kernel.name == "native" and drafter.row_tile is not None
+    return drafter.head is None and skips_padding
 
 
 def widened(sharded: ShardedModel, given: DraftInputs, shape: BatchShape, larger: BatchShape) -> DraftInputs:

@@ -16,6 +16,7 @@ from jaxserve.device.pipeline import Pipeline
 from jaxserve.device.runner_interface import RowError, StepResult
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.slots import Slots
+from jaxserve.device.split_steps import SplitStep
 from jaxserve.device.stage import CompiledStep, Stage
 from jaxserve.device.state_updates import slot_row
 from jaxserve.device.step_batch import BatchShape
@@ -144,13 +145,20 @@ class LocalRunner:
 
     def launch(self, plans: Sequence[StepPlan]) -> None:
         """See ``Runner``."""
+        catch_up = self._last.catch_up
+        if catch_up is not None and not catch_up.goes_on(plans):
+            self._last.take_in_postponed()
         inputs = next((inputs for inputs in self._inputs if inputs.fit(plans)), None)
         if inputs is None:
             inputs = self._prepare(plans)
         else:
             for slots, plan in zip(self._lanes, plans, strict=True):
                 slots.starts.advance(plan)
-        output = self._run_last(inputs) if self._pipeline is None else self._run_stages(self._pipeline, inputs, plans)
+        output = (
+            self._run_alone(inputs, plans)
+            if self._pipeline is None
+            else self._run_stages(self._pipeline, inputs, plans)
+        )
         if inputs.variant != "full":
             output = output._replace(logprobs=None)
         if not any(pooling.is_last for plan in plans for pooling in plan.pooling):
@@ -165,13 +173,23 @@ class LocalRunner:
         """Return outputs that this process can read: where others have some lanes, their parts are gathered."""
         return output if self._on_all is None else jax.tree.map(self._on_all, output)
 
+    def _run_alone(self, inputs: StepInputs, plans: Sequence[StepPlan]) -> StepOutput:
+        """Launch a step of the only stage; the drafter takes in its tokens later if it can."""
+        only, step = self._last, inputs.step
+        if only.catch_up is None or not only.catch_up.waits(plans, inputs.shape):
+            return self._run_last(inputs)
+        assert isinstance(step, SplitStep)
+        only.state, output, drafting = step.without_drafting(only.params, only.state, inputs.buffer, inputs.mask)
+        assert drafting is not None
+        if not only.catch_up.add(plans, drafting):
+            only.take_in_postponed()
+        return _with_expert_lists(output)
+
     def _run_last(self, inputs: StepInputs, *hidden: jax.Array) -> StepOutput:
         """Launch a step of the last stage, or of the only one."""
         last = self._last
         last.state, output = inputs.step(last.params, last.state, inputs.buffer, inputs.mask, *hidden)
-        if output.expert_tokens is not None:
-            output = output._replace(expert_tokens=[output.expert_tokens])
-        return output
+        return _with_expert_lists(output)
 
     def _run_stages(self, pipeline: Pipeline, inputs: StepInputs, plans: Sequence[StepPlan]) -> StepOutput:
         """Launch a step of every stage of a pipeline."""
@@ -236,6 +254,7 @@ class LocalRunner:
     @property
     def pools(self) -> list[tuple[Pools, ...]]:
         """The pages of each stage (``StepState.pages``), for reading or replacing them while no step is in flight."""
+        self._last.take_in_postponed()
         return [stage.state.pages for stage in self._stages]
 
     @pools.setter
@@ -300,6 +319,8 @@ class LocalRunner:
         for array in jax.tree.leaves([stage.state for stage in self._stages]):
             array.delete()  # first: there may be no room for the pages twice
         self._forget_steps()
+        if self._last.catch_up is not None:
+            self._last.catch_up.forget()
         for stage in self._stages:
             stage.load(stage.params)
 
@@ -312,6 +333,11 @@ class LocalRunner:
         self._held_masks.forget()
         for stage in self._stages:
             stage.delete()
+
+
+def _with_expert_lists(output: StepOutput) -> StepOutput:
+    """Return the outputs of a stage with its counts of tokens per expert in a list, as those of several stages."""
+    return output if output.expert_tokens is None else output._replace(expert_tokens=[output.expert_tokens])
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

@@ -4,15 +4,16 @@ import concurrent.futures
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxserve.device.buckets import Buckets
+from jaxserve.device.catching_up import CatchUp, trace_chunks
 from jaxserve.device.compiling import Compiling, bytes_of, submit
-from jaxserve.device.draft_inputs import drafting_shape
+from jaxserve.device.draft_inputs import drafting_shape, is_widened
 from jaxserve.device.drafting import trace_drafts
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
@@ -65,7 +66,8 @@ def num_programs(
     after steps of a last stage ``drafting``."""
     keys, others = step_keys(buckets, platform, always_full), (num_stages - 1) * len(buckets.shapes())
     if drafting is not None and platform == "cpu":
-        others += len(set(_drafting_shapes(drafting, buckets).values()))
+        shapes = _drafting_shapes(drafting, buckets)
+        others += len(set(shapes.values())) + (_chunk_shapes(drafting, shapes) is not None)
     return others + len(keys) + (len({shape.sampler for shape, _ in keys}) + 1 if platform == "cpu" else 0)
 
 
@@ -74,6 +76,19 @@ def _drafting_shapes(sharded: ShardedModel, buckets: Buckets) -> dict[BatchShape
     if sharded.drafter is None:
         return {}
     return {shape: drafting_shape(sharded, shape, buckets.shapes()) for shape in buckets.shapes()}
+
+
+def _chunk_shapes(
+    sharded: ShardedModel, drafting: Mapping[BatchShape, BatchShape]
+) -> tuple[BatchShape, BatchShape] | None:
+    """Return the shapes of the drafting after decode steps and after others if the drafter can catch up."""
+    if sharded.drafter is None or not sharded.is_first or not is_widened(sharded):
+        return None
+    decode, others = ({to for to in drafting.values() if to.decode_only is kind} for kind in (True, False))
+    if len(decode) != 1 or len(others) != 1:
+        return None
+    (small,), (large,) = decode, others
+    return (small, large) if small.num_rows <= large.num_rows and small.num_tokens <= large.num_tokens else None
 
 
 class Stage:
@@ -91,10 +106,12 @@ class Stage:
         keys: Shape and sampler variant of each step.
         params: Packed parameters (``ShardedModel.packing``).
         state: The pages, and the state of all slots.
+        catch_up: What the drafter takes in later; None where it takes in the tokens of a step right after it.
     """
 
     params: tuple[jax.Array, ...]
     state: StepState
+    catch_up: CatchUp | None = None
 
     def __init__(self, model: ShardedModel, buckets: Buckets, platform: str | None = None):
         self.model = model
@@ -145,6 +162,10 @@ class Stage:
             (shape, variant): submit(pool, trace_model(model, shape, max_tokens, drafting.get(shape)))
             for shape, variant in self.keys
         }
+        chunk_shapes = _chunk_shapes(model, drafting)
+        if chunk_shapes is not None:
+            chunks, (_, larger) = submit(pool, trace_chunks(model, *chunk_shapes)), chunk_shapes
+            self.catch_up = CatchUp(chunks.result(), drafts[larger].result(), larger.num_tokens, model.num_lanes)
         return {
             (shape, variant): SplitStep(
                 future.result(),
@@ -188,6 +209,11 @@ class Stage:
                 shape = self.buckets.shape_for(num_tokens, decode_only)
         steps = self._steps if scores_prompt else self._plain_steps
         return shape, steps.get((shape, variant)) or steps[shape, "any"]
+
+    def take_in_postponed(self) -> None:
+        """Let the drafter take in what has been left to later."""
+        if self.catch_up is not None:
+            self.state = self.catch_up.run(self.params, self.state)
 
     def run_layers(
         self, shape: BatchShape, latest: LatestTokens, buffer: np.ndarray, *hidden: jax.Array

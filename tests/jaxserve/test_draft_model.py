@@ -173,6 +173,33 @@ def test_passes_follow_the_number_of_drafts(monkeypatch: pytest.MonkeyPatch, exp
     engine.close()
 
 
+def test_steps_without_drafts_leave_their_tokens_to_later(monkeypatch: pytest.MonkeyPatch, expected: list[Any]) -> None:
+    """To one pass for as many as a chunk holds, or as there are until the rows change or drafts are wanted."""
+    numbers = itertools.chain([0] * 14, itertools.repeat(3))
+    monkeypatch.setattr(DraftPasses, "choose", lambda *_: next(numbers))
+    engine = start_engine(EngineConfig(**SETTINGS, **drafting("demo"))).engine
+    runner, taken = engine.replicas[0].runner, list[int]()
+    assert isinstance(runner, LocalRunner)
+    catch_up = runner._last.catch_up
+    if catch_up is None:
+        engine.close()
+        pytest.skip("no native kernels here: the draft model takes in each token at once")
+    run = catch_up.run
+
+    def noted(*given: Any) -> Any:
+        if catch_up._postponed:
+            taken.append(len(catch_up._postponed))
+        return run(*given)
+
+    monkeypatch.setattr(catch_up, "run", noted)
+    assert content(answers(engine, PLAIN[:1])) == expected[:1]
+    assert len(taken) <= 2 and sum(taken) >= 10, taken
+    num_drafts, num_accepted = counts(engine)
+    assert num_drafts == num_accepted > 0
+    assert compiles(engine) == 0
+    engine.close()
+
+
 @pytest.fixture(scope="module")
 def with_small(small_model: Path) -> Iterator[Engine]:
     """The demo model with a random draft model."""
