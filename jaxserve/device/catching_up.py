@@ -6,14 +6,14 @@ entries are not read before: the draft model runs only then, and other rows that
 other rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxserve.device.draft_inputs import DraftInputs, StepTokens, widened
+from jaxserve.device.draft_inputs import DraftInputs, StepTokens, abstract_tokens, widened
 from jaxserve.device.drafting import Drafted
 from jaxserve.device.sampler_batch import unpack_arrays
 from jaxserve.device.sharded_model import ShardedModel
@@ -22,13 +22,19 @@ from jaxserve.device.step_state import StepState
 from jaxserve.scheduling.plan import StepPlan
 
 _MOST_STEPS = 32
+_MOST_STATES = 512  # tokens whose hidden states wait for a draft head
+
+
+def chunk_steps(sharded: ShardedModel, shape: BatchShape) -> int:
+    """Return the most steps of a decode shape whose tokens the drafter takes in at once; 1: it does not wait."""
+    return _MOST_STEPS if sharded.aux_layers is None else max(1, min(_MOST_STEPS, _MOST_STATES // shape.num_tokens))
 
 
 def trace_chunks(sharded: ShardedModel, shape: BatchShape, larger: BatchShape) -> jax.stages.Traced:
     """Trace the inputs of the drafter for chunks of the tokens of decode steps.
 
-    The traced function maps (buffer of the latest step, starts of the rows in the first one, tokens of each of
-    ``_MOST_STEPS`` steps, number of those steps that count) to ``DraftInputs``.
+    The traced function maps (buffer of the latest step, ``StepTokens`` of each of ``chunk_steps`` steps, number of
+    those steps that count) to ``DraftInputs``.
 
     Args:
         sharded: The model.
@@ -37,16 +43,13 @@ def trace_chunks(sharded: ShardedModel, shape: BatchShape, larger: BatchShape) -
     """
 
     def chunks(
-        buffer: Int[Array, " size"],
-        starts: Int[Array, " R"],
-        tokens: tuple[Int[Array, " T"], ...],
-        num_steps: Int[Array, " one"],
+        buffer: Int[Array, " size"], steps: tuple[StepTokens, ...], num_steps: Int[Array, " one"]
     ) -> DraftInputs:
-        wide = widened(sharded, DraftInputs(buffer, StepTokens(tokens[0], starts)), shape, larger)
+        narrow = DraftInputs(buffer, StepTokens(steps[0].tokens, steps[0].starts))
+        wide = widened(sharded, narrow, shape, larger)
         num_rows, length = unpack_arrays(buffer, shape.fields)["num_rows"], num_steps[0]
         index, row = (jnp.arange(size, dtype=jnp.int32) for size in (larger.num_tokens, larger.num_rows))
-        of_steps = jnp.stack(tokens)
-        own, row_of = of_steps.at[index % length, index // length].get(mode="clip"), index // length
+        row_of = index // length
         changed = {
             "token_rows": jnp.where(row_of < num_rows, row_of, larger.num_rows),
             "query_starts": row * length,
@@ -56,35 +59,45 @@ def trace_chunks(sharded: ShardedModel, shape: BatchShape, larger: BatchShape) -
         for name, values in changed.items():
             field = larger.fields[name]
             buffer = buffer.at[field.start : field.stop].set(values)
-        return DraftInputs(buffer, StepTokens(own, wide.given.starts))
 
-    buffer = sharded.rows_struct((shape.buffer_size,), jnp.int32)
-    starts, tokens, count = (sharded.rows_struct((n,), jnp.int32) for n in (shape.num_rows, shape.num_tokens, 1))
-    return sharded.trace(chunks, (buffer, starts, (tokens,) * _MOST_STEPS, count))
+        def chosen(*arrays: Array) -> Array:
+            return jnp.stack(arrays).at[index % length, row_of].get(mode="clip")
+
+        return DraftInputs(buffer, jax.tree.map(chosen, *steps)._replace(starts=wide.given.starts))
+
+    buffer, one = (sharded.rows_struct((size,), jnp.int32) for size in (shape.buffer_size, 1))
+    steps = (abstract_tokens(sharded, shape),) * chunk_steps(sharded, shape)
+    return sharded.trace(chunks, (buffer, steps, one))
 
 
 class CatchUp:
     """Keeps what a draft model has to take in, on the devices, until it does.
 
     Args:
-        chunks: Compiled ``trace_chunks``.
-        drafts: The compiled drafting of the larger shape.
-        num_tokens: Most tokens of its chunks.
-        num_lanes: Number of lanes.
+        sharded: The model.
+        chunks: Compiled ``trace_chunks`` of each shape of steps that can wait.
+        drafts: The compiled drafting after chunks.
+        num_tokens: Most tokens of the chunks of a step.
     """
 
-    def __init__(self, chunks: jax.stages.Compiled, drafts: jax.stages.Compiled, num_tokens: int, num_lanes: int):
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        chunks: Mapping[BatchShape, jax.stages.Compiled],
+        drafts: jax.stages.Compiled,
+        num_tokens: int,
+    ):
+        self._sharded = sharded
         self._chunks = chunks
         self._drafts = drafts
         self._num_tokens = num_tokens
-        self._num_lanes = num_lanes
         self._plans: Sequence[StepPlan] = ()
+        self._shape: BatchShape | None = None
         self._postponed: list[DraftInputs] = []
 
-    @staticmethod
-    def waits(plans: Sequence[StepPlan], shape: BatchShape) -> bool:
+    def waits(self, plans: Sequence[StepPlan], shape: BatchShape) -> bool:
         """Return whether the drafter can take in the tokens of a step of these plans later."""
-        return shape.decode_only and not shape.has_drafts and not any(plan.num_drafts for plan in plans)
+        return shape in self._chunks and not any(plan.num_drafts for plan in plans)
 
     def goes_on(self, plans: Sequence[StepPlan]) -> bool:
         """Return whether nothing waits, or these plans have the same rows, of one token each, and draft nothing."""
@@ -96,22 +109,23 @@ class CatchUp:
             for plan, before in zip(plans, self._plans, strict=True)
         )
 
-    def add(self, plans: Sequence[StepPlan], inputs: DraftInputs) -> bool:
-        """Add what is to be taken in after a step; return whether there is room for a step more."""
-        self._plans = plans
+    def add(self, plans: Sequence[StepPlan], shape: BatchShape, inputs: DraftInputs) -> bool:
+        """Add what is to be taken in after a step of a shape; return whether there is room for a step more."""
+        self._plans, self._shape = plans, shape
         self._postponed.append(inputs)
-        num_rows = max(plan.num_rows for plan in plans)
-        return len(self._postponed) < _MOST_STEPS and (len(self._postponed) + 1) * num_rows <= self._num_tokens
+        most = min(chunk_steps(self._sharded, shape), self._num_tokens // max(plan.num_rows for plan in plans))
+        return len(self._postponed) < most
 
     def run(self, params: tuple[jax.Array, ...], state: StepState) -> StepState:
         """Let the drafter take in what waits; return the state."""
         if not self._postponed:
             return state
-        first, last, count = self._postponed[0], self._postponed[-1], len(self._postponed)
-        tokens = [each.given.tokens for each in self._postponed]
-        tokens += [tokens[-1]] * (_MOST_STEPS - count)
-        counts = np.full(self._num_lanes, count, np.int32)
-        inputs = self._chunks(last.buffer, first.given.starts, tuple(tokens), counts)
+        assert self._shape is not None
+        last, count = self._postponed[-1], len(self._postponed)
+        steps = [each.given for each in self._postponed]
+        steps += [last.given] * (chunk_steps(self._sharded, self._shape) - count)
+        counts = np.full(self._sharded.num_lanes, count, np.int32)
+        inputs = self._chunks[self._shape](last.buffer, tuple(steps), counts)
         self.forget()
         return self._drafts(params, Drafted.before(state), inputs).put_into(state)
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxserve.device.handed_over import abstract_hidden
 from jaxserve.device.sampler_batch import unpack_arrays
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape, StepBatch
@@ -34,6 +35,16 @@ class DraftInputs(NamedTuple):
     given: StepTokens
 
 
+def abstract_tokens(sharded: ShardedModel, shape: BatchShape) -> StepTokens:
+    """Return shapes and shardings for the steps of a shape; ``step_tokens`` leaves out the hidden states."""
+    given = StepTokens(*(sharded.rows_struct((size,), jnp.int32) for size in (shape.num_tokens, shape.num_rows)))
+    if sharded.aux_layers is None:
+        return given
+    num_aux = len(sharded.aux_layers)
+    aux = abstract_hidden(sharded, shape.num_tokens, num_aux) if num_aux else None
+    return given._replace(hidden=abstract_hidden(sharded, shape.num_tokens), aux=aux)
+
+
 def step_tokens(batch: StepBatch) -> StepTokens:
     """Return them for a step's batch."""
     return StepTokens(batch.tokens, batch.positions.at[batch.row_starts].get(mode="clip"))
@@ -46,7 +57,8 @@ def drafting_shape(sharded: ShardedModel, shape: BatchShape, shapes: Sequence[Ba
     others: compiling them takes longer than all else at startup. Heads have programs of their own for each shape, as
     they read hidden states, which would be padded too; they have few layers.
     """
-    if not is_widened(sharded):
+    assert sharded.drafter is not None
+    if sharded.drafter.sharded.head is not None or not skips_padding(sharded):
         return shape
     alike = [each for each in shapes if each.decode_only == shape.decode_only]
     largest = max(alike, key=lambda each: (each.num_rows, each.num_tokens))
@@ -54,12 +66,11 @@ def drafting_shape(sharded: ShardedModel, shape: BatchShape, shapes: Sequence[Ba
     return largest if fits and shape.max_samples <= largest.max_samples else shape
 
 
-def is_widened(sharded: ShardedModel) -> bool:
-    """Whether the drafter has one program for all decode steps and one for all others: a model that skips padding."""
+def skips_padding(sharded: ShardedModel) -> bool:
+    """Whether the drafter's kernels skip padding."""
     assert sharded.drafter is not None
     drafter = sharded.drafter.sharded
-    skips_padding = drafter.policy.is_native and drafter.kernel.name == "native" and drafter.row_tile is not None
-    return drafter.head is None and skips_padding
+    return drafter.policy.is_native and drafter.kernel.name == "native" and drafter.row_tile is not None
 
 
 def widened(sharded: ShardedModel, given: DraftInputs, shape: BatchShape, larger: BatchShape) -> DraftInputs:

@@ -181,7 +181,7 @@ class LocalRunner:
         assert isinstance(step, SplitStep)
         only.state, output, drafting = step.without_drafting(only.params, only.state, inputs.buffer, inputs.mask)
         assert drafting is not None
-        if not only.catch_up.add(plans, drafting):
+        if not only.catch_up.add(plans, inputs.shape, drafting):
             only.take_in_postponed()
         return _with_expert_lists(output)
 

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from jaxserve.device.buckets import Buckets
-from jaxserve.device.catching_up import CatchUp, trace_chunks
+from jaxserve.device.catching_up import CatchUp, chunk_steps, trace_chunks
 from jaxserve.device.compiling import Compiling, bytes_of, submit
-from jaxserve.device.draft_inputs import drafting_shape, is_widened
+from jaxserve.device.draft_inputs import drafting_shape, skips_padding
 from jaxserve.device.drafting import trace_drafts
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
@@ -67,7 +67,8 @@ def num_programs(
     keys, others = step_keys(buckets, platform, always_full), (num_stages - 1) * len(buckets.shapes())
     if drafting is not None and platform == "cpu":
         shapes = _drafting_shapes(drafting, buckets)
-        others += len(set(shapes.values())) + (_chunk_shapes(drafting, shapes) is not None)
+        chunks = _chunk_shapes(drafting, shapes)
+        others += len(set(shapes.values())) + (0 if chunks is None else len(set(chunks[0].values())))
     return others + len(keys) + (len({shape.sampler for shape, _ in keys}) + 1 if platform == "cpu" else 0)
 
 
@@ -80,15 +81,19 @@ def _drafting_shapes(sharded: ShardedModel, buckets: Buckets) -> dict[BatchShape
 
 def _chunk_shapes(
     sharded: ShardedModel, drafting: Mapping[BatchShape, BatchShape]
-) -> tuple[BatchShape, BatchShape] | None:
-    """Return the shapes of the drafting after decode steps and after others if the drafter can catch up."""
-    if sharded.drafter is None or not sharded.is_first or not is_widened(sharded):
+) -> tuple[dict[BatchShape, BatchShape], BatchShape] | None:
+    """Return the shapes of the drafting after decode steps, by those of the steps, and after chunks of their tokens if
+    the drafter can catch up."""
+    if sharded.drafter is None or not sharded.is_first or not skips_padding(sharded):
         return None
-    decode, others = ({to for to in drafting.values() if to.decode_only is kind} for kind in (True, False))
-    if len(decode) != 1 or len(others) != 1:
-        return None
-    (small,), (large,) = decode, others
-    return (small, large) if small.num_rows <= large.num_rows and small.num_tokens <= large.num_tokens else None
+    larger = max((to for to in drafting.values() if not to.decode_only), key=lambda shape: shape.num_tokens)
+    smaller = {
+        shape: to
+        for shape, to in drafting.items()
+        if shape.decode_only and not shape.has_drafts and chunk_steps(sharded, to) > 1
+        if to.num_rows <= larger.num_rows and to.num_tokens <= larger.num_tokens
+    }
+    return (smaller, larger) if smaller else None
 
 
 class Stage:
@@ -164,8 +169,10 @@ class Stage:
         }
         chunk_shapes = _chunk_shapes(model, drafting)
         if chunk_shapes is not None:
-            chunks, (_, larger) = submit(pool, trace_chunks(model, *chunk_shapes)), chunk_shapes
-            self.catch_up = CatchUp(chunks.result(), drafts[larger].result(), larger.num_tokens, model.num_lanes)
+            smaller, larger = chunk_shapes
+            chunks = {to: submit(pool, trace_chunks(model, to, larger)) for to in set(smaller.values())}
+            by_shape = {shape: chunks[to].result() for shape, to in smaller.items()}
+            self.catch_up = CatchUp(model, by_shape, drafts[larger].result(), larger.num_tokens)
         return {
             (shape, variant): SplitStep(
                 future.result(),
