@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxserve.device.handed_over import abstract_hidden
 from jaxserve.device.sampler_batch import unpack_arrays
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.step_batch import BatchShape, StepBatch
@@ -34,6 +35,16 @@ class DraftInputs(NamedTuple):
     given: StepTokens
 
 
+def abstract_tokens(sharded: ShardedModel, shape: BatchShape) -> StepTokens:
+    """Return shapes and shardings for the steps of a shape; ``step_tokens`` leaves out the hidden states."""
+    given = StepTokens(*(sharded.rows_struct((size,), jnp.int32) for size in (shape.num_tokens, shape.num_rows)))
+    if sharded.aux_layers is None:
+        return given
+    num_aux = len(sharded.aux_layers)
+    aux = abstract_hidden(sharded, shape.num_tokens, num_aux) if num_aux else None
+    return given._replace(hidden=abstract_hidden(sharded, shape.num_tokens), aux=aux)
+
+
 def step_tokens(batch: StepBatch) -> StepTokens:
     """Return them for a step's batch."""
     return StepTokens(batch.tokens, batch.positions.at[batch.row_starts].get(mode="clip"))
@@ -47,14 +58,19 @@ def drafting_shape(sharded: ShardedModel, shape: BatchShape, shapes: Sequence[Ba
     they read hidden states, which would be padded too; they have few layers.
     """
     assert sharded.drafter is not None
-    drafter = sharded.drafter.sharded
-    skips_padding = drafter.policy.is_native and drafter.kernel.name == "native" and drafter.row_tile is not None
-    if drafter.head is not None or not skips_padding:
+    if sharded.drafter.sharded.head is not None or not skips_padding(sharded):
         return shape
     alike = [each for each in shapes if each.decode_only == shape.decode_only]
     largest = max(alike, key=lambda each: (each.num_rows, each.num_tokens))
     fits = shape.num_rows <= largest.num_rows and shape.num_tokens <= largest.num_tokens
     return largest if fits and shape.max_samples <= largest.max_samples else shape
+
+
+def skips_padding(sharded: ShardedModel) -> bool:
+    """Whether the drafter's kernels skip padding."""
+    assert sharded.drafter is not None
+    drafter = sharded.drafter.sharded
+    return drafter.policy.is_native and drafter.kernel.name == "native" and drafter.row_tile is not None
 
 
 def widened(sharded: ShardedModel, given: DraftInputs, shape: BatchShape, larger: BatchShape) -> DraftInputs:

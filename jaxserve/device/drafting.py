@@ -16,9 +16,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.device.block_drafting import BlockTokens, take_in_block
-from jaxserve.device.draft_inputs import DraftInputs, StepTokens
+from jaxserve.device.draft_inputs import DraftInputs, StepTokens, abstract_tokens
 from jaxserve.device.draft_rows import DraftRows, DraftTokens
-from jaxserve.device.handed_over import abstract_hidden
 from jaxserve.device.head_states import HeadStates
 from jaxserve.device.parallel_drafting import sample_at_masks
 from jaxserve.device.sampler_batch import unpack_arrays
@@ -47,13 +46,8 @@ def trace_drafts(sharded: ShardedModel, shape: BatchShape) -> jax.stages.Traced:
         return draft(sharded, arrays, before, inputs.buffer, inputs.given, shape, "any")
 
     buffer = sharded.rows_struct((shape.buffer_size,), jnp.int32)
-    given = StepTokens(*(sharded.rows_struct((size,), jnp.int32) for size in (shape.num_tokens, shape.num_rows)))
-    if sharded.aux_layers is not None:
-        num_aux = len(sharded.aux_layers)
-        aux = abstract_hidden(sharded, shape.num_tokens, num_aux) if num_aux else None
-        given = given._replace(hidden=abstract_hidden(sharded, shape.num_tokens), aux=aux)
     before = Drafted(sharded.abstract_all_pools(), sharded.abstract_latest(), sharded.abstract_states())
-    inputs = DraftInputs(buffer, given)
+    inputs = DraftInputs(buffer, abstract_tokens(sharded, shape))
     return sharded.trace(drafts, (sharded.program_params, before, inputs), shardings(before), donated=[1])
 
 

@@ -16,6 +16,7 @@ from jaxserve.device.pipeline import Pipeline
 from jaxserve.device.runner_interface import RowError, StepResult
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.slots import Slots
+from jaxserve.device.split_steps import SplitStep
 from jaxserve.device.stage import CompiledStep, Stage
 from jaxserve.device.stage_link import StageLink
 from jaxserve.device.state_updates import slot_row
@@ -149,24 +150,37 @@ class LocalRunner:
 
     def launch(self, plans: Sequence[StepPlan]) -> None:
         """See ``Runner``."""
+        catch_up = self._last.catch_up
+        if catch_up is not None and not catch_up.goes_on(plans):
+            self._last.take_in_postponed()
         inputs = next((inputs for inputs in self._inputs if inputs.fit(plans)), None)
         if inputs is None:
             inputs = self._prepare(plans)
         else:
             for slots, plan in zip(self._lanes, plans, strict=True):
                 slots.starts.advance(plan)
-        output = self._run_last(inputs) if self._pipeline is None else self._run_stages(self._pipeline, inputs, plans)
+        output = (
+            self._run_last(inputs, plans) if self._pipeline is None else self._run_stages(self._pipeline, inputs, plans)
+        )
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
         errors = [slots.errors(plan) for slots, plan in zip(self._lanes, plans, strict=True)]
         self._launched.append(PendingStep(output, plans, errors))
 
-    def _run_last(self, inputs: StepInputs, *hidden: jax.Array) -> StepOutput:
+    def _run_last(self, inputs: StepInputs, plans: Sequence[StepPlan], *hidden: jax.Array) -> StepOutput:
         """Launch a step of the last stage, or of the only one; return what this process knows of its outputs."""
         last = self._last
         if inputs.step is None:
             return _NO_OUTPUT
-        last.state, output = inputs.step(last.params, last.state, inputs.buffer, inputs.mask, *hidden)
+        catch_up, given = last.catch_up, (last.params, last.state, inputs.buffer, inputs.mask)
+        if catch_up is not None and catch_up.waits(plans, inputs.shape):
+            assert isinstance(inputs.step, SplitStep) and inputs.mask is not None
+            last.state, output, drafting = inputs.step.without_drafting(*given)
+            assert drafting is not None
+            if not catch_up.add(plans, inputs.shape, drafting):
+                last.take_in_postponed()
+        else:
+            last.state, output = inputs.step(*given, *hidden)
         if inputs.variant != "full":
             output = output._replace(logprobs=None)
         if not any(pooling.is_last for plan in inputs.plans for pooling in plan.pooling):
@@ -177,7 +191,7 @@ class LocalRunner:
     def _run_stages(self, pipeline: Pipeline, inputs: StepInputs, plans: Sequence[StepPlan]) -> StepOutput:
         """Launch a step of every stage of a pipeline."""
         hidden, expert_tokens = pipeline.run(plans, inputs.shape, inputs.buffer)
-        output = self._run_last(inputs, *hidden)
+        output = self._run_last(inputs, plans, *hidden)
         pipeline.send_back(plans, self._last.state.latest if self._last.is_here else None)
         return output._replace(expert_tokens=[*expert_tokens, *(output.expert_tokens or ())])
 
@@ -237,6 +251,7 @@ class LocalRunner:
     @property
     def pools(self) -> list[tuple[Pools, ...]]:
         """The pages of each stage (``StepState.pages``), for reading or replacing them while no step is in flight."""
+        self._last.take_in_postponed()
         return [stage.state.pages for stage in self._stages]
 
     @pools.setter
@@ -304,6 +319,8 @@ class LocalRunner:
         if self._link is not None:
             self._link.renew()
         self._forget_steps()
+        if self._last.catch_up is not None:
+            self._last.catch_up.forget()
         for stage in self._stages:
             stage.load(stage.params)
 

@@ -99,13 +99,26 @@ class SplitStep:
         *hidden: jax.Array,
     ) -> tuple[StepState, StepOutput]:
         """Launch the programs in order, without waiting for them."""
+        state, output, inputs = self.without_drafting(params, state, buffer, mask, *hidden)
+        if self.drafts is not None:
+            state = self.drafts(params, Drafted.before(state), inputs).put_into(state)
+        return state, output
+
+    def without_drafting(
+        self,
+        params: tuple[jax.Array, ...],
+        state: StepState,
+        buffer: np.ndarray,
+        mask: Int[Array | np.ndarray, "samples words"],
+        *hidden: jax.Array,
+    ) -> tuple[StepState, StepOutput, DraftInputs | None]:
+        """Launch all programs but the drafter's, whose inputs are returned too."""
         state, output = self.model(params, state, buffer, *hidden)
         sampled = self.sampler(output.logits, state.latest, state.tables, output.sampler_part, mask)
         prompt = None if self.scorer is None else self.scorer(params, output.prompt)
         state = state._replace(latest=sampled.latest, tables=sampled.tables or state.tables)
-        if self.drafts is not None:
-            state = self.drafts(params, Drafted.before(state), output.drafting).put_into(state)
-        return state, StepOutput(sampled.tokens, sampled.logprobs, prompt, output.sums, output.expert_tokens)
+        found = StepOutput(sampled.tokens, sampled.logprobs, prompt, output.sums, output.expert_tokens)
+        return state, found, output.drafting
 
 
 def trace_model(

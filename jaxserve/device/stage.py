@@ -4,15 +4,16 @@ import concurrent.futures
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxserve.device.buckets import Buckets
+from jaxserve.device.catching_up import CatchUp, chunk_steps, trace_chunks
 from jaxserve.device.compiling import Compiling, bytes_of, submit
-from jaxserve.device.draft_inputs import drafting_shape
+from jaxserve.device.draft_inputs import drafting_shape, skips_padding
 from jaxserve.device.drafting import trace_drafts
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.split_steps import SplitStep, trace_model, trace_sampler, trace_scorer
@@ -66,7 +67,9 @@ def num_programs(
     after steps of a last stage ``drafting``."""
     keys, others = step_keys(buckets, platform, always_full), (num_stages - 1) * len(buckets.shapes())
     if drafting is not None and platform == "cpu":
-        others += len(set(_drafting_shapes(drafting, buckets).values()))
+        shapes = _drafting_shapes(drafting, buckets)
+        chunks = _chunk_shapes(drafting, shapes)
+        others += len(set(shapes.values())) + (0 if chunks is None else len(set(chunks[0].values())))
     return others + len(keys) + (len({shape.sampler for shape, _ in keys}) + 1 if platform == "cpu" else 0)
 
 
@@ -75,6 +78,23 @@ def _drafting_shapes(sharded: ShardedModel, buckets: Buckets) -> dict[BatchShape
     if sharded.drafter is None:
         return {}
     return {shape: drafting_shape(sharded, shape, buckets.shapes()) for shape in buckets.shapes()}
+
+
+def _chunk_shapes(
+    sharded: ShardedModel, drafting: Mapping[BatchShape, BatchShape]
+) -> tuple[dict[BatchShape, BatchShape], BatchShape] | None:
+    """Return the shapes of the drafting after decode steps, by those of the steps, and after chunks of their tokens if
+    the drafter can catch up."""
+    if sharded.drafter is None or not sharded.is_first or not skips_padding(sharded):
+        return None
+    larger = max((to for to in drafting.values() if not to.decode_only), key=lambda shape: shape.num_tokens)
+    smaller = {
+        shape: to
+        for shape, to in drafting.items()
+        if shape.decode_only and not shape.has_drafts and chunk_steps(sharded, to) > 1
+        if to.num_rows <= larger.num_rows and to.num_tokens <= larger.num_tokens
+    }
+    return (smaller, larger) if smaller else None
 
 
 class Stage:
@@ -94,10 +114,12 @@ class Stage:
         keys: Shape and sampler variant of each step.
         params: Packed parameters (``ShardedModel.packing``).
         state: The pages, and the state of all slots.
+        catch_up: What the drafter takes in later; None where it takes in the tokens of a step right after it.
     """
 
     params: tuple[jax.Array, ...]
     state: StepState
+    catch_up: CatchUp | None = None
 
     def __init__(self, model: ShardedModel, buckets: Buckets, platform: str | None = None):
         self.model = model
@@ -154,6 +176,12 @@ class Stage:
             (shape, variant): submit(pool, trace_model(model, shape, max_tokens, drafting.get(shape)))
             for shape, variant in self.keys
         }
+        chunk_shapes = _chunk_shapes(model, drafting)
+        if chunk_shapes is not None:
+            smaller, larger = chunk_shapes
+            chunks = {to: submit(pool, trace_chunks(model, to, larger)) for to in set(smaller.values())}
+            by_shape = {shape: chunks[to].result() for shape, to in smaller.items()}
+            self.catch_up = CatchUp(model, by_shape, drafts[larger].result(), larger.num_tokens)
         return {
             (shape, variant): SplitStep(
                 future.result(),
@@ -201,6 +229,11 @@ class Stage:
         if not self.is_here:
             return shape, None
         return shape, steps.get((shape, variant)) or steps[shape, "any"]
+
+    def take_in_postponed(self) -> None:
+        """Let the drafter take in what has been left to later."""
+        if self.catch_up is not None:
+            self.state = self.catch_up.run(self.params, self.state)
 
     def readable(self, output: Any) -> Any:
         """Return outputs that this process can read: where others have some lanes, their parts are gathered."""

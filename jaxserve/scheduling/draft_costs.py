@@ -103,21 +103,23 @@ class Probes:
     """Says which steps do what seems worse, so that its measured time is not stale.
 
     Args:
-        first: Steps up to each of the first probes; later ones are ``PROBE_STEPS`` apart.
+        first: Steps up to each of the first probes.
+        later: Steps up to each of the later ones.
 
     Attributes:
         num_made: Number of probes so far.
     """
 
-    def __init__(self, first: Sequence[int]):
+    def __init__(self, first: Sequence[int], later: int = PROBE_STEPS):
         self._first = first
+        self._later = later
         self.num_made = 0
         self._num_steps = 0
 
     def is_due(self, fewest_steps: float = 0.0) -> bool:
         """Count a step, and return whether it is a probe: the last one is ``fewest_steps`` before it at least."""
         self._num_steps += 1
-        every = self._first[self.num_made] if self.num_made < len(self._first) else PROBE_STEPS
+        every = self._first[self.num_made] if self.num_made < len(self._first) else self._later
         if self._num_steps < max(every, fewest_steps):
             return False
         self._num_steps = 0

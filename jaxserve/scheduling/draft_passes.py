@@ -8,8 +8,10 @@ import itertools
 from collections import deque
 from typing import NamedTuple
 
-from jaxserve.scheduling.draft_costs import MARGIN, Acceptance, CostsByRows, Probes, StepCosts
+from jaxserve.scheduling.draft_costs import MARGIN, PROBE_STEPS, Acceptance, CostsByRows, Probes, StepCosts
 
+_PROBE_LENGTH = 2
+"""Steps of a probe, of which the second is measured: the first may also do what the steps before it have left."""
 _FIRST_PROBES = (4, 4, 8, 8, 8, 8)
 """Steps up to each of the first probes. After two of them the cost of drafts is known."""
 _PROBE_COST = 0.01
@@ -38,10 +40,10 @@ class DraftPasses:
     """Chooses the number of drafts that promises the most tokens per second, from measured acceptance and times.
 
     It starts with the most drafts, and stays there until steps with and without drafts have been measured. Every so
-    often a step does what seems worse, so that its measured time is not stale.
+    often two steps do what seems worse, so that its measured time is not stale.
 
     Whether the passes that make drafts are part of the time of the step that makes them or of the step that verifies
-    them depends on the device. So a change counts with both of its steps.
+    them depends on the device. So steps are compared that both verify and make drafts, or do neither.
 
     Args:
         max_drafts: Most drafts per row.
@@ -59,7 +61,9 @@ class DraftPasses:
         self._acceptance = Acceptance(max_drafts)
         self._costs = CostsByRows()
         self._recent = [deque[MeasuredStep](maxlen=3) for _ in range(num_stages)]
-        self._probes = Probes(_FIRST_PROBES)
+        self._probes = Probes(_FIRST_PROBES, _PROBE_LENGTH * num_stages * PROBE_STEPS)
+        self._probe: int | None = None
+        self._num_probe_steps = 0  # left of the probe
 
     def choose(self, num_rows: int, budget: int) -> int:
         """Return how many drafts to make after each of ``num_rows`` rows, whose next step has room for ``budget``."""
@@ -67,13 +71,18 @@ class DraftPasses:
             return self._max_drafts
         costs = self._costs.of(num_rows)
         best, rate = self._best(num_rows, budget, costs)
-        pays = rate > MARGIN
-        cost = 1.0 if pays else costs.estimate(min(self._max_drafts * num_rows, budget))
-        if not self._probes.is_due((cost - 1) / _PROBE_COST):
+        pays, most = rate > MARGIN, max(1, min(self._max_drafts, budget // num_rows))
+        if self._num_probe_steps == 0:
+            self._probe = None
+            cost = 1.0 if pays else costs.estimate(most * num_rows)
+            if self._probes.is_due(_PROBE_LENGTH * self._num_stages * (cost - 1) / _PROBE_COST):
+                is_of_most = self._probes.num_made % 2 == 0 and best < most
+                self._probe = most if is_of_most else 0 if pays else best
+                self._num_probe_steps = _PROBE_LENGTH * self._num_stages
+        if self._probe is None:
             return best if pays else 0
-        if self._probes.num_made % 2 == 0 and best < self._max_drafts:
-            return self._max_drafts
-        return 0 if pays else best
+        self._num_probe_steps -= 1
+        return min(self._probe, most)
 
     def add_row(self, num_drafts: int, num_accepted: int, num_rows: int = 1) -> None:
         """Count the accepted drafts of a row, of those that were verified; or of ``num_rows`` rows like it."""
@@ -86,14 +95,12 @@ class DraftPasses:
         if len(recent) < 3 or any(b.number - a.number != self._num_stages for a, b in itertools.pairwise(recent)):
             return
         first, second, third = recent
-        if not first.num_rows == second.num_rows == third.num_rows or min(each.seconds for each in recent) <= 0:
+        if not first.num_rows == second.num_rows == third.num_rows or min(first.seconds, third.seconds) <= 0:
             return
-        changed = second.seconds + third.seconds - first.seconds  # as long as a step of the other kind
-        verified, made = [each.num_verified for each in recent], [bool(each.num_made) for each in recent]
-        if not any(verified[:2]) and verified[2] and made == [False, True, False]:
-            self.add_cost(step.num_rows, verified[2], changed / first.seconds)
-        elif verified[0] == verified[1] > 0 == verified[2] and made == [True, False, True] and changed > 0:
-            self.add_cost(step.num_rows, verified[0], first.seconds / changed)
+        if _is_plain(first) and third.num_verified and second.num_made and third.num_made:
+            self.add_cost(step.num_rows, third.num_verified, third.seconds / first.seconds)
+        elif _is_plain(third) and first.num_verified and first.num_made and not second.num_made:
+            self.add_cost(step.num_rows, first.num_verified, first.seconds / third.seconds)
 
     def add_cost(self, num_rows: int, num_drafts: int, cost: float) -> None:
         """Add the measured time of a step with drafts, relative to one without."""
@@ -111,3 +118,8 @@ class DraftPasses:
             if rate > best_rate:
                 best, best_rate = count, rate
         return best, best_rate
+
+
+def _is_plain(step: MeasuredStep) -> bool:
+    """Whether a step neither verifies drafts nor makes any."""
+    return not step.num_verified and not step.num_made

@@ -6,6 +6,7 @@ the engine.
 
 import functools
 import gc
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,9 @@ from safetensors.numpy import load_file
 from jaxserve import LLM, SamplingParams
 from jaxserve.api.draft_totals import DraftTotals
 from jaxserve.demo import MODEL_DIRECTORY, tasks
+from jaxserve.device.catching_up import CatchUp
 from jaxserve.device.memory import resident_bytes, return_freed_memory
+from jaxserve.scheduling.draft_passes import DraftPasses
 from jaxserve.scheduling.scheduler import Scheduler
 from scripts.demo import eagle3, model_directory, mtp, network
 from scripts.demo.network import Rows
@@ -169,6 +172,35 @@ def test_the_files_are_what_the_training_script_writes() -> None:
     assert json.loads((DRAFTERS / "eagle3" / "config.json").read_text()) == eagle3.head_config()
     assert json.loads((DRAFTERS / "mtp" / "config.json").read_text()) == mtp.target_config()
     assert json.loads((DRAFTERS / "small" / "config.json").read_text()) == model_directory.config(model_directory.SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", PAIRS)
+def test_drafts_after_steps_without_are_those_of_a_drafter_that_is_never_late(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that make none leave their tokens to a later pass, which finds the states of all before."""
+    found, taken = [], list[int]()
+    run = CatchUp.run
+
+    def noted(self: CatchUp, *given: Any) -> Any:
+        taken.append(len(self._postponed))
+        return run(self, *given)
+
+    for is_late in (True, False):
+        numbers = itertools.cycle([0] * 9 + [2] * 3)
+        monkeypatch.setattr(DraftPasses, "choose", lambda *_, numbers=numbers: next(numbers))
+        monkeypatch.setattr(CatchUp, "run", noted)
+        if not is_late:
+            monkeypatch.setattr(CatchUp, "waits", lambda *_: False)
+        with engine(method, 2, async_scheduling=False) as llm:
+            texts = [texts_of(llm) for _ in range(2)]  # the second from cached pages
+            totals = DraftTotals.of(llm.get_metrics())
+            found.append((texts, totals))
+        if is_late and not any(taken):
+            pytest.skip("its kernels do not skip padding here, so that it takes in each token at once")
+    assert max(taken) > 2
+    assert found[0] == found[1]
 
 
 # --------------------------------------------------------------------------------------------- what came before
