@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -55,6 +56,9 @@ class Group:
         log = self.server.log.read_text()
         for text in said:
             assert text in log, log
+        (port,) = re.findall(r"waiting for 1 processes at 127.0.0.1:(\d+)", log)
+        for offset in (0, 1):  # the group's port and that of JAX's coordinator are free again
+            socket.create_server(("127.0.0.1", int(port) + offset)).close()
 
 
 @pytest.fixture
@@ -93,6 +97,7 @@ def test_a_stopped_follower(group: Group, asking: list[Any]) -> None:
     ("switch", "said"),
     [
         (injected.FOLLOWER_FAILS, ["Traceback", "InjectedError", "the group ends: rank 1 (host "]),
+        (injected.FOLLOWER_EXITS, ["ended with status 9", "the group ends: rank 1 (host ", "has ended"]),
         (injected.FOLLOWER_MISREADS, ["expected encoded step plans", "the group ends: rank 1 (host "]),
         (injected.FOLLOWER_DIVERGES, ["at step ", "plans or tokens differ from those of rank 0", " instead of "]),
         (injected.FOLLOWER_HANGS, ["has not finished a step within step_timeout=5 s", "in faulty_decode"]),
