@@ -1,4 +1,4 @@
-"""Lets faults of a group's processes happen again and again: each row is a test, run so many times.
+"""Lets faults of a group's processes happen again and again: each row is a test, run a number of times.
 
     python scripts/group_faults.py --row killed --times 20 --output group_faults.jsonl
     python scripts/group_faults.py --times 5 --output group_faults.jsonl
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def repeat(rows: list[str], times: int, output: Path) -> None:
-    """Run each row until the file has so many runs of it, in turns."""
+    """Run each row until the file has this many runs of it, in turns."""
     done = collections.Counter(run["row"] for run in read_runs(output))
     for number in range(times):
         for row in rows:

@@ -18,7 +18,7 @@ def test_rows_are_tests(row: str) -> None:
     function, _, case = name.rstrip("]").partition("[")
     text = (REPOSITORY / file).read_text()
     assert f"\ndef {function}(" in text
-    assert not case or f"injected.{case.upper().replace('-', '_')}," in text
+    assert not case or f"injected.{case.upper().replace('-', '_')}: [" in text
 
 
 def test_every_switch_of_a_follower_has_a_row() -> None:
