@@ -79,9 +79,9 @@ def run_follower(arguments: Mapping[str, Any], place: GroupPlace) -> NoReturn:
     Raises:
         ConfigError: Process 0 cannot be reached, or does not want this process.
     """
-    config = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, **arguments})
     link = LeaderLink(place)
-    try:
+    try:  # also of the arguments: process 0 would wait for one that has ended because of a setting
+        config = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, **arguments})
         follower = Follower(link, place)
         follower.start(with_verifier(config))
         follower.run()

@@ -37,6 +37,7 @@ START_HANGS = "start-hangs"
 """A file: while it is there, no engine gets ready."""
 FOLLOWER_FAILS, FOLLOWER_HANGS = "follower-fails", "follower-hangs"
 FOLLOWER_DIVERGES, FOLLOWER_MISREADS = "follower-diverges", "follower-misreads"
+FOLLOWER_EXITS = "follower-exits"
 DISK_FULL = "disk-full"
 """A file: processes that start while it is there can make no file longer than ``LONGEST_FILE``."""
 CLOCK = "clock"
@@ -146,6 +147,8 @@ def _patch_follower(module: Any) -> None:
     def faulty_decode(data: bytes) -> Any:
         while (folder / FOLLOWER_HANGS).exists():
             time.sleep(0.05)
+        if (folder / FOLLOWER_EXITS).exists():
+            os._exit(9)
         if (folder / FOLLOWER_MISREADS).exists():
             data = data[:-1]
         return _raise() if (folder / FOLLOWER_FAILS).exists() else decode(data)

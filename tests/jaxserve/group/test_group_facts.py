@@ -30,6 +30,17 @@ def test_a_difference_is_named() -> None:
     )
 
 
+def test_every_fact_counts() -> None:
+    """Versions, the model's files, layout, kernels, CPU features: each is named with both values."""
+    facts = {**early_facts(EngineConfig(model="demo")), **plan_facts(plan_of_demo())}
+    named = {"jax", "jaxserve", "model file config.json", "layout", "attention kernel", "CPU", "setting seed", "mesh"}
+    assert named <= facts.keys()
+    for name, value in facts.items():
+        problem = difference([facts, {**facts, name: "other"}], NAMES)
+        if name not in ("num_pages", "max_model_len"):
+            assert problem == f"{NAMES[1]} differs from {NAMES[0]} in {name}: other instead of {value}"
+
+
 def test_files_may_be_elsewhere_but_not_others(tmp_path: Path) -> None:
     copy = tmp_path / "model"
     shutil.copytree(MODEL_DIRECTORY, copy)

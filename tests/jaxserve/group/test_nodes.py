@@ -32,11 +32,12 @@ def place(tmp_path: Path) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def started(log: Path, *flags: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """``jaxserve serve demo`` with these flags while the block runs."""
+def started(log: Path, *flags: str, path: str = "") -> Iterator["subprocess.Popen[bytes]"]:
+    """``jaxserve serve demo`` with these flags while the block runs; ``path`` has modules of its own."""
     with log.open("wb") as output:
         command = [sys.executable, "-m", "jaxserve", "serve", "demo", "--port", "0", *flags]
-        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output)
+        environment = {**os.environ, "PYTHONPATH": path}
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output, env=environment)
     try:
         yield process
     finally:
@@ -91,6 +92,21 @@ def test_a_mesh_that_does_not_divide(place: tuple[str, ...], tmp_path: Path) -> 
             assert [first.wait(120), second.wait(120)] == [2, 2]
     for log in logs:
         assert "2 processes cannot share a mesh of 1 devices equally" in log.read_text(), log.read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_processor_that_only_one_process_can_import(rank: int, place: tuple[str, ...], tmp_path: Path) -> None:
+    """It is named, with the process that cannot, before anything is loaded."""
+    (tmp_path / "only_here.py").write_text("from tests.faults.nan_processor import NAN_FROM as FOUND\n")
+    logs = [tmp_path / "log0", tmp_path / "log1"]
+    paths = ["" if rank == missing else str(tmp_path) for missing in (0, 1)]
+    flags = (*place, *ENGINE, "--logits-processors", "only_here:FOUND")
+    with started(logs[0], *flags, "--node-rank", "0", path=paths[0]) as first:
+        with started(logs[1], *flags, "--node-rank", "1", "--headless", path=paths[1]) as second:
+            assert [first.wait(120), second.wait(120)] == [2, 2]
+    for log in logs:
+        assert "only_here" in log.read_text() and "is ready" not in log.read_text(), log.read_text()
+    assert rank == 0 or "rank 1 (host " in logs[0].read_text(), logs[0].read_text()
 
 
 def test_a_process_that_does_not_come(place: tuple[str, ...], tmp_path: Path) -> None:

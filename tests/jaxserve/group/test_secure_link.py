@@ -67,7 +67,9 @@ def test_messages_of_both_sides_cross(authority: Authority, monkeypatch: pytest.
     text = "x" * (3 << 20)
     sending = [
         threading.Thread(target=lambda: [connection.send(Facts({"text": text})) for _ in range(4)]),
-        threading.Thread(target=lambda: [joining.leader.members[0].send(Facts({"text": text})) for _ in range(4)]),
+        threading.Thread(
+            target=lambda: [joining.leader.members[0].connection.send(Facts({"text": text})) for _ in range(4)]
+        ),
     ]
     for each in sending:
         each.start()

@@ -1,0 +1,96 @@
+"""Lets faults of a group's processes happen again and again: each row is a test, run a number of times.
+
+    python scripts/group_faults.py --row killed --times 20 --output group_faults.jsonl
+    python scripts/group_faults.py --times 5 --output group_faults.jsonl
+
+Writes a JSON line for each run, and counts them at the end. A run that is already in the file is not repeated, so that
+the script may be stopped and started again. Exits with status 1 if a run has failed.
+"""
+
+import argparse
+import collections
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_GROUP, _NODES = "tests/faults/test_group.py", "tests/jaxserve/group/test_nodes.py"
+ROWS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "killed": f"{_GROUP}::test_a_killed_follower",
+        "exits": f"{_GROUP}::test_a_follower_that_fails[follower-exits]",
+        "stopped": f"{_GROUP}::test_a_stopped_follower",
+        "hangs": f"{_GROUP}::test_a_follower_that_fails[follower-hangs]",
+        "fails": f"{_GROUP}::test_a_follower_that_fails[follower-fails]",
+        "misreads": f"{_GROUP}::test_a_follower_that_fails[follower-misreads]",
+        "diverges": f"{_GROUP}::test_a_follower_that_fails[follower-diverges]",
+        "rank-0-killed": f"{_GROUP}::test_a_killed_engine_of_rank_0",
+        "launcher-killed": f"{_GROUP}::test_a_killed_launcher",
+        "drained": f"{_GROUP}::test_a_signal_to_the_launcher_drains",
+        "follower-signalled": f"{_GROUP}::test_a_signal_to_a_follower_is_left_to_rank_0",
+        "restarted": f"{_GROUP}::test_a_group_that_is_started_again",
+        "link-down": "tests/faults/test_hosts.py::test_two_hosts_and_a_link_that_goes_down",
+        "slow-link": "tests/faults/test_hosts.py::test_a_slow_link_is_no_fault",
+        "one-by-one": f"{_NODES}::test_processes_started_one_by_one",
+        "missing": f"{_NODES}::test_a_process_that_does_not_come",
+        "differs": f"{_NODES}::test_processes_that_differ",
+        "strangers": "tests/jaxserve/group/test_leader.py::test_only_processes_of_the_group_join",
+        "port-in-use": "tests/jaxserve/group/test_leader.py::test_a_port_in_use",
+        "certificates": "tests/jaxserve/group/test_secure_link.py::test_strangers_are_refused_by_name",
+        "slurm-killed": "tests/jaxserve/group/test_slurm.py::test_a_killed_task_ends_the_step",
+        "ray-killed": "tests/jaxserve/group/test_ray.py::test_a_gang_that_is_made_again",
+    }
+)
+"""The test of each row."""
+
+
+def main() -> None:
+    """Read the command line, run what is missing, and print the counts."""
+    parser = argparse.ArgumentParser(description="Lets faults of a group's processes happen again and again.")
+    parser.add_argument("--row", action="append", choices=ROWS, help="which fault (default: all); may be repeated")
+    parser.add_argument("--times", type=int, default=20, help="runs of each row (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="file for a JSON line of each run")
+    options = parser.parse_args()
+    rows: list[str] = options.row or list(ROWS)
+    repeat(rows, options.times, options.output)
+    found = [run for run in read_runs(options.output) if run["row"] in rows]
+    for row in rows:
+        counts = collections.Counter(run["outcome"] for run in found if run["row"] == row)
+        print(f"{row}: " + ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())))
+    sys.exit(int(any(run["outcome"] == "failed" for run in found)))
+
+
+def repeat(rows: list[str], times: int, output: Path) -> None:
+    """Run each row until the file has this many runs of it, in turns."""
+    done = collections.Counter(run["row"] for run in read_runs(output))
+    for number in range(times):
+        for row in rows:
+            if done[row] <= number:
+                with output.open("a") as file:
+                    file.write(json.dumps({"row": row, "number": number, **run_once(ROWS[row])}) + "\n")
+
+
+def read_runs(output: Path) -> list[dict[str, Any]]:
+    """Return the runs in a file; none if there is no file."""
+    return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+
+
+def run_once(test: str) -> dict[str, Any]:
+    """Run a test; return its outcome, the seconds it took, the machine's load, and for a failure the last lines."""
+    began_s = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow", test]
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    is_skipped = ran.returncode == 0 and " passed" not in ran.stdout
+    outcome = "failed" if ran.returncode else "skipped" if is_skipped else "passed"
+    found = {"outcome": outcome, "seconds": round(time.monotonic() - began_s, 1), "load": round(os.getloadavg()[0], 1)}
+    return found | ({"output": ran.stdout[-4000:]} if outcome == "failed" else {})
+
+
+if __name__ == "__main__":
+    main()
