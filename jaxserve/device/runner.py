@@ -164,7 +164,7 @@ class LocalRunner:
     def _run_last(self, inputs: StepInputs, *hidden: jax.Array) -> StepOutput:
         """Launch a step of the last stage, or of the only one; return what this process knows of its outputs."""
         last = self._last
-        if inputs.step is None:
+        if inputs.step is None or inputs.mask is None:
             return _NO_OUTPUT
         last.state, output = inputs.step(last.params, last.state, inputs.buffer, inputs.mask, *hidden)
         if inputs.variant != "full":
