@@ -4,7 +4,7 @@ from sharding.axes import LOGICAL_AXES, MESH_AXES
 from sharding.global_arrays import hand_over, is_shared, on_all, own_device, own_devices, put, put_parts
 from sharding.layout import LayoutError, ShardingLayout, stacked, whole_and_split
 from sharding.mesh import MeshError, MeshShape, PlannedDevice, data_slices, ensure_cpu_devices, make_mesh, stage_slices
-from sharding.moves import Moves, find_moves
+from sharding.moves import Moves, find_moves, mesh_devices
 from sharding.registry import LAYOUTS, get_layout
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "hand_over",
     "is_shared",
     "make_mesh",
+    "mesh_devices",
     "on_all",
     "own_device",
     "own_devices",

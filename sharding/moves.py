@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from jax.sharding import NamedSharding
 
+from sharding.mesh import Device
+
 
 class Moves(NamedTuple):
     """The part of one process.
@@ -30,11 +32,11 @@ def find_moves(source: NamedSharding, target: NamedSharding, shape: tuple[int, .
     A process that has a shard already is not sent it; one that needs it several times gets it once.
     """
     moves = Moves([], {}, {})
-    senders = [device.process_index for device in source.mesh.devices.flat]
-    indices = source.devices_indices_map(shape)
-    shards = [_key(indices[device], shape) for device in source.mesh.devices.flat]
+    devices, indices = mesh_devices(source), source.devices_indices_map(shape)
+    senders = [device.process_index for device in devices]
+    shards = [_key(indices[device], shape) for device in devices]
     needed = dict[tuple[int, tuple[int, ...]], list[int]]()
-    for position, device in enumerate(target.mesh.devices.flat):
+    for position, device in enumerate(mesh_devices(target)):
         needed.setdefault((device.process_index, shards[position]), []).append(position)
     for (receiver, shard), positions in needed.items():
         held = [each for each, sender in enumerate(senders) if sender == receiver and shards[each] == shard]
@@ -47,6 +49,12 @@ def find_moves(source: NamedSharding, target: NamedSharding, shape: tuple[int, .
         elif receiver == process:
             moves.received.setdefault(sender, []).append(positions)
     return moves
+
+
+def mesh_devices(sharding: NamedSharding) -> list[Device]:
+    """Return the devices of a sharding's mesh, in the order of their positions."""
+    assert sharding.mesh.devices is not None, "the mesh is abstract"
+    return [*sharding.mesh.devices.flat]
 
 
 def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[int, ...]:

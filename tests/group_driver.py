@@ -82,6 +82,24 @@ def num_compiled(directory: Path, rank: int) -> tuple[int, int]:
     return wanted, wanted - found
 
 
+def num_read(directory: Path, rank: int) -> int:
+    """Bytes of checkpoints that a process has read for its parameters."""
+    return int((directory / f"bytes{rank}").read_text())
+
+
+def _count_reads(path: Path) -> None:
+    read, total = os.preadv, 0
+
+    def counted(*arguments: Any) -> int:
+        nonlocal total
+        count = read(*arguments)
+        total += count
+        path.write_text(str(total))
+        return count
+
+    os.preadv = counted
+
+
 def _note(path: Path, event: str) -> None:
     with path.open("a") as file:
         file.write(f"{event}\n")
@@ -99,6 +117,7 @@ def main() -> None:
     secret = (directory / "secret").read_bytes()
     jax.monitoring.register_event_listener(lambda event, **_: _note(directory / f"programs{rank}", event))
     place = GroupPlace("127.0.0.1", port, count, rank, secret, join_timeout=120.0, step_timeout=60.0)
+    _count_reads(directory / f"bytes{rank}")
     if rank:
         run_follower(arguments, place)
     leader = Leader(place, _fail)
@@ -116,6 +135,16 @@ def _lead(leader: Leader, arguments: Mapping[str, Any], directory: Path) -> None
     started = start(arguments, leader)
     found = run_requests(started)
     (directory / "outcomes").write_text(json.dumps(found))
+    shards = [
+        sum(
+            each.weight_bytes
+            for each in started.plan.models
+            for device in each.mesh.devices.flat
+            if device.process_index == rank
+        )
+        for rank in range(leader.place.count)
+    ]
+    (directory / "shards").write_text(json.dumps(shards))
     names = ("num_preemptions", "prefix_cache_hits", "compiles_after_ready")
     print({metric.name: metric.value for metric in started.engine.metrics() if metric.name.endswith(names)})
     started.engine.close()

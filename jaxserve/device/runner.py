@@ -170,7 +170,7 @@ class LocalRunner:
     def _run_last(self, inputs: StepInputs, plans: Sequence[StepPlan], *hidden: jax.Array) -> StepOutput:
         """Launch a step of the last stage, or of the only one; return what this process knows of its outputs."""
         last = self._last
-        if inputs.step is None:
+        if inputs.step is None or inputs.mask is None:
             return _NO_OUTPUT
         catch_up, given = last.catch_up, (last.params, last.state, inputs.buffer, inputs.mask)
         if catch_up is not None and catch_up.waits(plans, inputs.shape):

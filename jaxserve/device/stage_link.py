@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from sharding import Moves, find_moves, hand_over, own_devices, put_parts
+from sharding import Moves, find_moves, hand_over, mesh_devices, own_devices, put_parts
 
 
 class StageLink(Protocol):
@@ -115,14 +115,14 @@ def _moves(source: Mesh, target: NamedSharding, shape: tuple[int, ...]) -> Moves
 def _shards(array: jax.Array, positions: Sequence[int]) -> list[jax.Array]:
     """Return the shards of the devices at some positions of an array's mesh."""
     assert isinstance(array.sharding, NamedSharding)
-    devices = array.sharding.mesh.devices.flat
+    devices = mesh_devices(array.sharding)
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     return [by_device[devices[position]] for position in positions]
 
 
 def _assembled(array: jax.Array | None, struct: Any, moves: Moves, parts: Mapping[int, Any]) -> jax.Array:
     """Return an array on its new devices, of this process's own shards and of those that have come."""
-    devices, shape = struct.sharding.mesh.devices.flat, struct.sharding.shard_shape(struct.shape)
+    devices, shape = mesh_devices(struct.sharding), struct.sharding.shard_shape(struct.shape)
     found = dict[Any, Any]()
     for position, targets in moves.own:
         assert array is not None

@@ -12,7 +12,7 @@ from jaxserve.sampling.logprobs import TokenLogprobs
 
 def encode_results(results: Sequence[StepResult]) -> bytes:
     """Return the results of a step, one per lane, as bytes, without the rows that failed alone: all processes know."""
-    return msgpack.packb(
+    return msgpack.Packer().pack(
         [[result.tokens, *map(_written, result[1:-1])] for result in results]  # the last one are the rows that failed
     )
 

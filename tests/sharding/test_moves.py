@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sharding import PlannedDevice, find_moves
+from sharding import PlannedDevice, find_moves, mesh_devices
 
 SHAPE = (8, 6)
 
@@ -33,7 +33,7 @@ def test_every_device_gets_its_shard_once(source: list[int], target: list[int], 
     """A process gets every shard that it needs: of itself if it has it, else once, from one that has it."""
     given, needed = sharding(source, spec), sharding(target, spec, first=10)
     values = np.arange(np.prod(SHAPE)).reshape(SHAPE)
-    shards = [values[given.devices_indices_map(SHAPE)[device]] for device in given.mesh.devices.flat]
+    shards = [values[given.devices_indices_map(SHAPE)[device]] for device in mesh_devices(given)]
     moves = {rank: find_moves(given, needed, SHAPE, rank) for rank in {*source, *target}}
     found = dict[int, np.ndarray]()
     for rank, own in moves.items():
@@ -48,7 +48,7 @@ def test_every_device_gets_its_shard_once(source: list[int], target: list[int], 
         held = [shards[position].tobytes() for position, holder in enumerate(source) if holder == rank]
         come = [shards[position].tobytes() for each in moves.values() for position in each.sent.get(rank, ())]
         assert len({*come}) == len(come) and not {*held} & {*come}, "sent twice, or in vain"
-    for position, device in enumerate(needed.mesh.devices.flat):
+    for position, device in enumerate(mesh_devices(needed)):
         assert np.array_equal(found[position], values[needed.devices_indices_map(SHAPE)[device]])
 
 

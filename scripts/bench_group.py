@@ -1,0 +1,147 @@
+"""Measures an engine over several processes: sending plans, and the time of a step against one process.
+
+    python scripts/bench_group.py
+    python scripts/bench_group.py --model DIR --tokens 200 --rows 4
+
+The first part encodes plans and sends them to a process that reads them and does nothing else: microseconds until the
+sender may go on, and of its CPU, the least of several rounds. The second part serves the model from 2 processes of 2
+devices each and from 1 process of 4, in turns, and counts the tokens of streams that run together; ``predicted`` is
+what ``jaxserve plan`` says for the same devices, measured by its calibration. All devices are those of this machine's
+CPUs. Prints one line of JSON.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxserve.group.connection import PeerConnection
+from jaxserve.group.messages import CODEC, MAX_BYTES, Launch
+from jaxserve.lab.calibration import calibrate
+from jaxserve.lab.devices import Device
+from jaxserve.lab.plan.plan import plan
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan_codec import SentRows, encode_plans
+from scripts.server_child import RunningServer, running_server
+
+MESHES = ("tensor=4", "stage=2,tensor=2")
+ROUNDS = 5
+CLOCKS = {"elapsed": time.perf_counter, "CPU": time.thread_time}
+_READER = "import socket, sys; s = socket.socket(fileno=int(sys.argv[1]))\nwhile s.recv(1 << 20): pass"
+
+
+def decode_plan(number: int, rows: int, same_as: int | None = None) -> StepPlan:
+    """A step of decode rows."""
+    made = StepPlan(number, same_rows_as=same_as)
+    made.add_decode_rows(range(rows))
+    return made
+
+
+def prefill_plan(number: int, num_tokens: int) -> StepPlan:
+    """A step of one prompt."""
+    made = StepPlan(number)
+    made.add_row(0, 0, range(num_tokens), 1)
+    return made
+
+
+def send_times() -> dict[str, dict[str, float]]:
+    """Microseconds of encoding and sending a step of each kind."""
+    ours, theirs = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    theirs.connect(ours.getsockname())
+    reader = subprocess.Popen([sys.executable, "-c", _READER, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    theirs.close()
+    connection = PeerConnection(ours.accept()[0])
+    kinds: dict[str, Callable[[int], StepPlan]] = {
+        "64 unchanged rows": lambda number: decode_plan(number, 64, same_as=0),
+        "64 changed rows": lambda number: decode_plan(number, 64),
+        "prefill of 8192": lambda number: prefill_plan(number, 8192),
+    }
+    found = {}
+    for name, make in kinds.items():
+        times = [_times_of(connection, make) for _ in range(ROUNDS)]
+        found[name] = {clock: min(each[clock] for each in times) for clock in CLOCKS}
+    connection.close()
+    reader.wait()
+    return found
+
+
+def _times_of(connection: PeerConnection, make: Callable[[int], StepPlan], count: int = 500) -> dict[str, float]:
+    sent = SentRows()
+    encode_plans([decode_plan(0, 64)], sent)
+    plans, passed_s = [make(number) for number in range(1, count + 1)], dict.fromkeys(CLOCKS, 0.0)
+    for number, each in enumerate(plans):
+        start_s = {name: clock() for name, clock in CLOCKS.items()}
+        connection.send_frame(CODEC.pack(Launch(number, encode_plans([each], sent)), MAX_BYTES))
+        for name, clock in CLOCKS.items():
+            passed_s[name] += clock() - start_s[name]
+        time.sleep(0.0005)  # for the reader
+    return {name: 1e6 * seconds / count for name, seconds in passed_s.items()}
+
+
+def step_ms(server: RunningServer, rows: int, tokens: int) -> float:
+    """Milliseconds between tokens of streams that run together."""
+    body = {"prompt": "12+30=", "max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
+
+    def ask(_: int) -> None:
+        request = urllib.request.Request(
+            f"{server.http}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=600) as response:
+            response.read()
+
+    with concurrent.futures.ThreadPoolExecutor(rows) as pool:
+        list(pool.map(ask, range(rows)))  # everything has run once
+        start_s = time.perf_counter()
+        list(pool.map(ask, range(rows)))
+    return 1e3 * (time.perf_counter() - start_s) / tokens
+
+
+def measured(options: argparse.Namespace, mesh: str, count: int) -> float:
+    """Milliseconds of a step of a server of ``count`` processes."""
+    launcher = ("launch", "--nproc", str(count)) if count > 1 else ()
+    flags = ["--mesh", mesh, "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", str(options.rows)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        running_server(options.model, flags, Path(folder) / "log", launcher=launcher) as server,
+    ):
+        return step_ms(server, options.rows, options.tokens)
+
+
+def compared(options: argparse.Namespace, mesh: str, device: Device) -> dict[str, float]:
+    """Milliseconds of a step in 2 processes and in 1, measured in turns, and predicted for 2 hosts and for 1."""
+    turns = [[measured(options, mesh, count) for count in (2, 1)] for _ in range(options.rounds)]
+    two, one = (statistics.median(column) for column in zip(*turns, strict=True))
+    settings = {"device": device, "num_seqs": options.rows, "dtype": "float32", "max_model_len": 512}
+    planned = {hosts: plan(options.model, mesh, hosts=hosts, **settings) for hosts in (2, 1)}
+    predicted = {hosts: 1e3 * each.decode_of(options.rows).step_s for hosts, each in planned.items()}
+    found = {"2x2": two, "1x4": one, "ratio": two / one}
+    return found | {"predicted 2x2": predicted[2], "predicted 1x4": predicted[1]}
+
+
+def main() -> None:
+    """Run the parts that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo", help="directory of a model with at least 2 layers")
+    parser.add_argument("--rows", type=int, default=4, help="streams that run together")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of each")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of the two servers; 0: only send plans")
+    options = parser.parse_args()
+    found: dict[str, Any] = {"load": os.getloadavg()[0], "send_us": send_times()}
+    if options.rounds:
+        device = calibrate(4)
+        found["step_ms"] = {mesh: compared(options, mesh, device) for mesh in MESHES}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
