@@ -26,6 +26,7 @@ class _Job(ctypes.Structure):
         *[(name, ctypes.c_int64) for name in ("num_rows", "num_columns", "span", "added", "is_halves")],
         *[("row_groups", ctypes.c_void_p), ("record_groups", ctypes.c_void_p)],
         ("numbers", _Numbers * _MOST_NUMBERS),
+        *[("columns", ctypes.c_void_p), ("whole", ctypes.c_void_p), ("num_given", ctypes.c_int64)],
         *[("result", ctypes.c_void_p), ("result_row", ctypes.c_int64), ("record_bytes", ctypes.c_int64)],
     ]
 
@@ -50,6 +51,7 @@ def pack(
     numbers: Sequence[np.ndarray],
     rows: np.ndarray | None,
     records: np.ndarray | None,
+    columns: np.ndarray | None = None,
 ) -> None:
     """Write a box of a quantized matrix as rows of records.
 
@@ -63,6 +65,8 @@ def pack(
         numbers: What a record has after its codes: [groups of rows, groups of columns], each in its type.
         rows: Group of each row, int [R]; None: each is one, or there is one for all.
         records: Group of each record, int [C / span]; likewise.
+        columns: The column of the codes that each is, int [C]; below 0 for one that is filled up, whose code is 0. None:
+            they are the same.
 
     Raises:
         NotImplementedError: The native kernels cannot run in this process.
@@ -71,9 +75,10 @@ def pack(
         return
     assert result.strides[1] == 1, result.strides
     codes = codes if codes.strides[1] == 1 else np.ascontiguousarray(codes)
-    num_columns = codes.shape[1] if blocks is None else blocks[-1]
-    row_groups, record_groups = (
-        None if each is None else np.ascontiguousarray(each, np.int32) for each in (rows, records)
+    num_given = codes.shape[1] if blocks is None else blocks[-1]
+    num_columns, whole = num_given if columns is None else len(columns), np.empty(num_given, np.uint8)
+    row_groups, record_groups, order = (
+        None if each is None else np.ascontiguousarray(each, np.int32) for each in (rows, records, columns)
     )
     record_bytes = (span // 2 if is_halves else span) + sum(each.itemsize for each in numbers)
     assert result.shape == (len(codes), num_columns // span * record_bytes), (result.shape, codes.shape)
@@ -82,6 +87,7 @@ def pack(
         *(len(codes), num_columns, span, added, is_halves),
         *(None if each is None else each.ctypes.data for each in (row_groups, record_groups)),
         (_Numbers * _MOST_NUMBERS)(*map(_numbers, numbers)),
+        *(None if order is None else order.ctypes.data, whole.ctypes.data, num_given),
         *(result.ctypes.data, result.strides[0], record_bytes),
     )
     library().jaxserve_records(ctypes.byref(job))

@@ -130,6 +130,8 @@ class Planes(NamedTuple):
         columns: Group of each column, int [C], in the scales' second axis.
         blocks: How ``codes``, uint8 [R, bytes] or words, holds the codes; None: it is the codes.
         factored: What scales and biases were computed from; None: they are stored themselves.
+        order: The column of ``codes`` that each column is, below 0 for one that is filled up, whose code is 0; None:
+            they are the same.
     """
 
     codes: np.ndarray
@@ -141,16 +143,22 @@ class Planes(NamedTuple):
     columns: np.ndarray | None = None
     blocks: Blocks | Words | None = None
     factored: Factored | None = None
+    order: np.ndarray | None = None
 
     @property
     def unpacked(self) -> "Planes":
-        """The planes with one code per byte."""
-        return self if self.blocks is None else self._replace(codes=self.blocks.unpack(self.codes), blocks=None)
+        """The planes with one code per byte, in order."""
+        found = self if self.blocks is None else self._replace(codes=self.blocks.unpack(self.codes), blocks=None)
+        if found.order is None:
+            return found
+        codes = np.take(found.codes, found.order, axis=1, mode="clip")
+        codes[:, found.order < 0] = 0
+        return found._replace(codes=codes, order=None)
 
     @property
     def transposed(self) -> "Planes":
         """The planes of the transposed box, with one code per byte."""
-        if self.blocks is not None:
+        if self.blocks is not None or self.order is not None:
             return self.unpacked.transposed
 
         def turn(array: np.ndarray | None) -> np.ndarray | None:
@@ -160,23 +168,20 @@ class Planes(NamedTuple):
         return Planes(codes, scales, turn(self.zeros), turn(self.biases), self.table, self.columns, self.rows)
 
     def rearranged(self, columns: np.ndarray, span: int) -> "Planes":
-        """Return some columns in another order, with one code per byte.
+        """Return some columns in another order.
 
         Args:
             columns: The column that each is; the complement of one of its group for one that is filled up, whose code
                 is 0.
             span: Columns that have one group.
         """
-        own, is_filled = self.unpacked, columns < 0
         places = np.maximum(columns, ~columns)
-        codes = own.codes[:, places]
-        codes[:, is_filled] = 0
-        groups = None if own.columns is None else np.repeat(own.columns[places[::span]], span)
-        return own._replace(codes=codes, columns=groups)
+        groups = None if self.columns is None else np.repeat(self.columns[places[::span]], span)
+        return self._replace(order=columns, columns=groups)
 
     def decode(self) -> np.ndarray:
         """Return the box in float32."""
-        if self.blocks is not None:
+        if self.blocks is not None or self.order is not None:
             return self.unpacked.decode()
         if self.codes.flags.f_contiguous and not self.codes.flags.c_contiguous:
             return self.transposed.decode().T

@@ -290,7 +290,7 @@ def decode(planes: Planes, result: np.ndarray) -> None:
         planes.decode_into(result)
         return
     codes, blocks = _in_rows(planes)
-    dequantize_native.dequantize(result, codes, *planes[1:-2], blocks)
+    dequantize_native.dequantize(result, codes, *planes[1:7], blocks)
 
 
 def pack(records: Records, planes: Planes, span: int, result: np.ndarray) -> None:
@@ -302,7 +302,7 @@ def pack(records: Records, planes: Planes, span: int, result: np.ndarray) -> Non
     groups = None if planes.columns is None else planes.columns[::span]
     numbers, added = records.numbers(planes), records.added(planes)
     halves = records.values == "uint4"
-    records_native.pack(result, codes, blocks, added, halves, span, numbers, planes.rows, groups)
+    records_native.pack(result, codes, blocks, added, halves, span, numbers, planes.rows, groups, planes.order)
 
 
 def _in_rows(planes: Planes) -> tuple[np.ndarray, Blocks | None]:

@@ -76,6 +76,23 @@ static int has_halves(const Records *job) {
          !blocks->low.offset && blocks->first % 2 == 0 && !blocks->zero && !blocks->high.width;
 }
 
+// Writes codes in another order; columns that are filled up have code 0.
+static void write_ordered_codes(const Records *job, const uint8_t *row, char *to) {
+  uint8_t scratch[SCRATCH_BYTES], bytes[TILE_COLUMNS];
+  for (int64_t first = 0; first < job->num_given; first += TILE_COLUMNS) {
+    const int64_t left = job->num_given - first, count = left < TILE_COLUMNS ? left : TILE_COLUMNS;
+    memcpy(job->whole + first, read_codes(&job->blocks, row, first, count, scratch), (size_t)count);
+  }
+  for (int64_t first = 0; first < job->num_columns; first += TILE_COLUMNS) {
+    const int64_t left = job->num_columns - first, count = left < TILE_COLUMNS ? left : TILE_COLUMNS;
+    const int32_t *columns = job->columns + first;
+    for (int64_t i = 0; i < count; i++) bytes[i] = columns[i] < 0 ? 0 : job->whole[columns[i]];
+    if (job->is_halves) join_halves(bytes, count, (uint8_t)job->added, scratch);
+    else add(bytes, count, (uint8_t)job->added, scratch);
+    write_codes(job, scratch, count / job->span, to + first / job->span * job->record_bytes);
+  }
+}
+
 static void write_row_codes(const Records *job, const uint8_t *row, char *to) {
   if (has_halves(job)) return write_codes(job, row + job->blocks.first / 2, job->num_columns / job->span, to);
   const int is_in_runs = has_runs(job);
@@ -112,7 +129,8 @@ EXPORT void jaxserve_records(const Records *job) {
   for (int64_t row = 0; row < job->num_rows; row++) {
     const int64_t group = job->row_groups ? job->row_groups[row] : row;
     char *to = job->result + row * job->result_row;
-    write_row_codes(job, job->codes + row * job->code_row, to);
+    if (job->columns) write_ordered_codes(job, job->codes + row * job->code_row, to);
+    else write_row_codes(job, job->codes + row * job->code_row, to);
     to += code_bytes;
     for (int i = 0; i < 5 && job->numbers[i].size; to += job->numbers[i++].size)
       switch (job->numbers[i].size) {

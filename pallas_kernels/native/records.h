@@ -18,6 +18,9 @@ typedef struct {
   int64_t is_halves;                    // a record has two codes a byte
   const int32_t *row_groups, *record_groups;  // the group of each row and record; null: each is one
   Numbers numbers[5];                         // after the codes of a record; no size: there are no more
+  const int32_t *columns;  // the given column that each is, or below 0 for one that is filled up; null: they are the same
+  uint8_t *whole;          // room for the codes of a row as they are given, if there are columns
+  int64_t num_given;       // columns of these
   char *result;
   int64_t result_row, record_bytes;  // bytes from row to row and of a record
 } Records;

@@ -213,6 +213,19 @@ def test_settings_that_contradict_each_other(tmp_path: Path) -> None:
         LLM(str(plain), quantization_config={"weights": "x"})
 
 
+@pytest.mark.skipif(unavailable() is not None, reason="needs the native kernels")
+def test_forms_that_the_chosen_kernels_lack(tmp_path: Path) -> None:
+    """Values of NF4 are no integers that rounded rows can be multiplied with."""
+    _, quantized = write(tmp_path, DENSE, CASES["nf4 double"])
+    reason = "activations that are rounded to int8 need codes whose values, or these twice, are integers of 8 bits"
+    rounded = {"activations": "int8"}
+    with pytest.raises(ConfigError, match=f"activations: native kernels cannot round these rows: {reason}"):
+        make_plan(quantized, quantization_config=rounded)
+    stored = {"quantization_config": {**rounded, "weights": "stored"}}
+    with pytest.raises(ConfigError, match=f"kernels='native' cannot multiply by the checkpoint's .* weights: {reason}"):
+        make_plan(quantized, kernels="native", **stored)
+
+
 def test_rows_that_cannot_be_cut_between_records(tmp_path: Path) -> None:
     sizes = {"intermediate_size": 24, "num_key_value_heads": 4, "num_hidden_layers": 1}
     write_checkpoint(tmp_path, {**DENSE, **sizes}, seed=1)

@@ -688,6 +688,19 @@ QUANTIZED_FAULTS = {
 @pytest.mark.skipif(
     native_library.unavailable() is not None, reason=f"needs native kernels: {native_library.unavailable()}"
 )
+def test_a_broken_order_of_features_is_noticed():
+    case = quantized_linear.CASES["awq_order_filled"]
+    inputs = quantized_linear.make_inputs(case, KEY)
+    expected = quantized_linear.expected(case, inputs)
+    prepared = quantized_linear.prepare(quantized_linear_native, case, inputs)
+    for order, is_right in ((inputs.order, True), (jnp.roll(inputs.order, 1), False), (inputs.order % 230, False)):
+        result = quantized_linear.run(quantized_linear_native, case, prepared._replace(order=order))
+        assert quantized_linear.compare(case, inputs, result, expected).is_right == is_right
+
+
+@pytest.mark.skipif(
+    native_library.unavailable() is not None, reason=f"needs native kernels: {native_library.unavailable()}"
+)
 @pytest.mark.parametrize("activations", [None, "group"])
 @pytest.mark.parametrize("fault", QUANTIZED_FAULTS)
 def test_broken_quantized_weights_are_noticed(fault, activations):

@@ -242,3 +242,13 @@ def test_says_which_forms_it_cannot_multiply(form, reason):
 def test_too_many_features_for_a_sum_are_refused():
     with pytest.raises(ValueError, match="70016 features have too many in a group for sums in int32; at most 66000"):
         quantized_linear_native.packed_shape(32, 70016, op.W8A8)
+
+
+@pytest.mark.skipif(
+    native_library.unavailable() is not None, reason=f"needs native kernels: {native_library.unavailable()}"
+)
+def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = native_library.VERSION
+    monkeypatch.setattr(native_library, "VERSION", version + 1)
+    reason = native_library.unavailable.__wrapped__()
+    assert reason == f"the native library has version {version}, this code {version + 1}; reinstall with pip"

@@ -94,6 +94,10 @@ def test_records_of_sorted_features_hold_the_weights_of_the_file(case: str, part
                 )
             box = (slice(3, 9), slice(form.record_bytes, shape[1] // parts))  # of the first part
             np.testing.assert_array_equal(reader.read(NAME, box), rows[box])
+            reader.pack = pack  # with the native kernel
+            np.testing.assert_array_equal(reader.read(NAME, whole_index(shape)), rows)
+            np.testing.assert_array_equal(reader.read(NAME, box), rows[box])
+            reader.pack = Records.pack_into
 
 
 @pytest.mark.parametrize("name", UNPACK)
