@@ -45,6 +45,22 @@ class Authority:
         openssl("x509", "-req", "-in", asked, *by, "-days", days, "-copy_extensions", "copy", "-out", made.certificate)
         return made
 
+    def revoke(self, *pairs: Pair) -> Path:
+        """Writes the list of certificates that are revoked, which replaces the one before."""
+        database, number, settings = (self.folder / name for name in ("index.txt", "crlnumber", "crl.cnf"))
+        database.touch()
+        if not number.exists():
+            number.write_text("01")
+        settings.write_text(
+            f"[ca]\ndefault_ca=own\n[own]\ndatabase={database}\ncrlnumber={number}\ndefault_md=sha256\n"
+        )
+        by = ("ca", "-config", settings, "-keyfile", self.pair.key, "-cert", self.pair.certificate)
+        for pair in pairs:
+            openssl(*by, "-revoke", pair.certificate)
+        made = self.folder / "revoked.new"
+        openssl(*by, "-gencrl", "-crldays", 2, "-out", made)
+        return made.replace(self.folder / "revoked.pem")
+
 
 def openssl(*arguments: object) -> None:
     """Runs openssl."""

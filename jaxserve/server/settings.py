@@ -106,7 +106,11 @@ class ServerConfig:
         ssl_certfile: File of the TLS certificate.
         ssl_ca_certs: File of the CA certificates that client certificates are verified against.
         ssl_cert_reqs: Client certificates: 0 not requested, 1 optional, 2 required.
-        enable_ssl_refresh: Reload key and certificate when the files change.
+        ssl_crl_file: File of the certificate revocation lists (PEM) of the authorities that sign client certificates:
+            a certificate on one is refused, and so is any of an authority without a list. For HTTP over TLS 1.3; gRPC
+            has no such lists, so that ``grpc_port`` and ``admin_port`` must be -1.
+        enable_ssl_refresh: Use the TLS files' current contents for new connections when they change: key, certificate,
+            authorities of clients, revocation lists.
         allowed_origins: Origins of web pages that may call the HTTP server (CORS), as a JSON list. None: no other
             origin, unlike in vLLM, whose default is ``["*"]``.
         allowed_methods: HTTP methods that those pages may use, as a JSON list.
@@ -191,6 +195,7 @@ class ServerConfig:
     ssl_certfile: str | None = None
     ssl_ca_certs: str | None = None
     ssl_cert_reqs: int = 0
+    ssl_crl_file: str | None = None
     enable_ssl_refresh: bool = False
     allowed_origins: list[str] | None = None
     allowed_methods: list[str] | None = None
@@ -256,6 +261,13 @@ class ServerConfig:
         if self.enable_ssl_refresh and not self.has_tls:
             raise ConfigError("enable_ssl_refresh requires ssl_keyfile and ssl_certfile")
         ports = self.listen_ports
+        if self.ssl_crl_file and not self.ssl_ca_certs:
+            raise ConfigError("ssl_crl_file requires ssl_ca_certs and ssl_cert_reqs")
+        if self.ssl_crl_file and (ports.grpc, ports.admin) != (-1, -1):
+            raise ConfigError(
+                "ssl_crl_file: gRPC cannot read revocation lists and would let revoked clients in; set grpc_port and "
+                "admin_port to -1"
+            )
         if ports.http == -1 and ports.grpc == -1 and self.uds is None:
             raise ConfigError("port and grpc_port: expected at least one that is not -1")
         if not (self.has_tls or self.insecure or is_loopback(self.host)) and ports[:2] != (-1, -1):
@@ -359,7 +371,7 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
 
 
 def _check_paths(values: Mapping[str, Any], quiet_paths: Iterable[str]) -> None:
-    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "auth_file"):
+    for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_crl_file", "auth_file"):
         path = values[name]
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"{name}: no such file: {path!r}")

@@ -1,8 +1,8 @@
 """TLS: the gRPC listeners' credentials and the HTTP listener's context, both from the same files.
 
 With ``enable_ssl_refresh`` new connections use the files' current contents. Files that do not fit together, as between
-the writing of the key and that of the certificate, are ignored until they do. Authorities of clients' certificates are
-only ever added to HTTP's context: to stop trusting one, restart the server.
+the writing of the key and that of the certificate, are ignored until they do. Clients' certificates are then verified
+against the current authorities and revocation lists alone; connections that are open stay.
 """
 
 import asyncio
@@ -31,26 +31,46 @@ _VERIFY_MODES = (ssl.CERT_NONE, ssl.CERT_OPTIONAL, ssl.CERT_REQUIRED)
 def make_ssl_context(config: ServerConfig) -> ssl.SSLContext:
     """Return the context of the HTTP server: TLS 1.2 and later, clients' certificates as ``ssl_cert_reqs`` says.
 
+    A session that is resumed skips the client's certificate, so that there is none where these are verified: with a
+    revocation list TLS 1.3 is the least, as OpenSSL keeps sessions of TLS 1.2 by itself.
+
     Raises:
-        ConfigError: The key does not match the certificate, or is password-protected.
+        ConfigError: The key does not match the certificate, or is password-protected, or a file has something else.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.minimum_version = ssl.TLSVersion.TLSv1_2 if config.ssl_crl_file is None else ssl.TLSVersion.TLSv1_3
+    if config.ssl_cert_reqs:
+        context.num_tickets = 0
+        context.options |= ssl.OP_NO_TICKET
     context.set_alpn_protocols(["http/1.1"])
     context.verify_mode = _VERIFY_MODES[config.ssl_cert_reqs]
     try:
         _load(config, context)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"ssl_certfile, ssl_keyfile, ssl_ca_certs: these files cannot be used: {error}") from error
+        names = "ssl_certfile, ssl_keyfile, ssl_ca_certs" + ("" if config.ssl_crl_file is None else ", ssl_crl_file")
+        raise ConfigError(f"{names}: these files cannot be used: {error}") from error
     return context
 
 
 async def watch_files(config: ServerConfig, context: ssl.SSLContext, interval_s: float = POLL_INTERVAL_S) -> None:
-    """Load the files into a context from ``make_ssl_context`` whenever they change; return at once without refresh."""
+    """Let connections of a context from ``make_ssl_context`` use the files as they are; return at once without refresh.
+
+    A context can learn authorities, but not forget them: each connection is handed to the newest context, by the
+    function that TLS calls at its beginning, whether the client names a server or not.
+    """
     files = _Files(config)
     while config.enable_ssl_refresh:
         await asyncio.sleep(interval_s)
-        files.load_changed(lambda: _load(config, context))
+        newest = files.load_changed(lambda: make_ssl_context(config))
+        if newest is not None:
+            context.sni_callback = functools.partial(_hand_over, newest)
+
+
+def _hand_over(
+    newest: ssl.SSLContext, connection: ssl.SSLObject, server_name: str | None, first: ssl.SSLContext
+) -> None:
+    del server_name, first
+    connection.context = newest
 
 
 def make_grpc_credentials(config: ServerConfig) -> grpc.ServerCredentials:
@@ -115,6 +135,13 @@ def _load(config: ServerConfig, context: ssl.SSLContext) -> None:
     context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=_no_password)
     if config.ssl_ca_certs is not None:
         context.load_verify_locations(config.ssl_ca_certs)
+    if config.ssl_crl_file is not None:
+        before = context.cert_store_stats()
+        context.load_verify_locations(config.ssl_crl_file)
+        after = context.cert_store_stats()
+        if after["crl"] == before["crl"] or after["x509"] != before["x509"]:  # a certificate here would be trusted
+            raise ValueError(f"{config.ssl_crl_file}: expected certificate revocation lists (PEM) and nothing else")
+        context.verify_flags |= ssl.VerifyFlags.VERIFY_CRL_CHECK_LEAF
 
 
 def _no_password() -> str:
@@ -124,7 +151,7 @@ def _no_password() -> str:
 def _state(config: ServerConfig) -> list[tuple[int, int, int] | None]:
     """Return what changes when a file is written or replaced; None for a missing file."""
     found: list[tuple[int, int, int] | None] = []
-    for name in (config.ssl_keyfile, config.ssl_certfile, config.ssl_ca_certs):
+    for name in (config.ssl_keyfile, config.ssl_certfile, config.ssl_ca_certs, config.ssl_crl_file):
         try:
             stat = None if name is None else Path(name).stat()
         except OSError:

@@ -235,6 +235,83 @@ def test_https_takes_new_files_without_a_restart(authority: Authority, other: Au
     run(main)
 
 
+async def answered(port: int, root: Authority, own: Pair) -> bool:
+    """Whether a client with a certificate gets in."""
+    try:
+        return await echoed(port, root, own) == b"Hi\n"
+    except (ConnectionError, ssl.SSLError):
+        return False
+
+
+@contextlib.asynccontextmanager
+async def refreshed(config: ServerConfig) -> AsyncIterator[int]:
+    """A server that follows its files; gives its port."""
+    context = make_ssl_context(config)
+    watching = asyncio.create_task(watch_files(config, context, 0.01))
+    async with echoing(context) as port:
+        yield port
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+
+
+def test_an_authority_that_is_removed_is_not_trusted_any_more(tmp_path: Path) -> None:
+    first, second = Authority(tmp_path / "first"), Authority(tmp_path / "second")
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(first.pair.certificate.read_bytes() + second.pair.certificate.read_bytes())
+    config = config_for(first.sign("web"), ssl_ca_certs=str(trusted), ssl_cert_reqs=2, enable_ssl_refresh=True)
+    stays, goes = first.sign("stays"), second.sign("goes")
+
+    async def main() -> None:
+        async with refreshed(config) as port, serving(**vars(config)) as there:
+            assert await answered(port, first, stays) and await answered(port, first, goes)
+            assert await generated(there.server.port, credentials(first, goes)) == WHOLE
+            trusted.write_bytes(first.pair.certificate.read_bytes())
+            while await answered(port, first, goes):
+                await asyncio.sleep(0.01)
+            assert await answered(port, first, stays)
+            assert await generated(there.server.port, credentials(first, stays)) == WHOLE
+            await assert_refused(there.server.port, credentials(first, goes))
+
+    run(main)
+
+
+def test_a_certificate_that_is_revoked_is_refused(tmp_path: Path) -> None:
+    known = Authority(tmp_path / "known")
+    stays, goes = known.sign("stays"), known.sign("goes")
+    signers = {"ssl_ca_certs": str(known.pair.certificate), "ssl_cert_reqs": 2, "ssl_crl_file": str(known.revoke())}
+    ports = {"grpc_port": -1, "admin_port": -1}
+    config = config_for(known.sign("web"), enable_ssl_refresh=True, **signers, **ports)
+
+    async def main() -> None:
+        async with refreshed(config) as port:
+            assert await answered(port, known, stays) and await answered(port, known, goes)
+            known.revoke(goes)
+            while await answered(port, known, goes):
+                await asyncio.sleep(0.01)
+            assert await answered(port, known, stays)
+            Path(signers["ssl_crl_file"]).write_bytes(
+                known.pair.certificate.read_bytes()
+            )  # no list: the old one counts
+            await asyncio.sleep(0.1)
+            assert await answered(port, known, stays) and not await answered(port, known, goes)
+
+    run(main)
+
+
+def test_revocation_lists_need_what_they_are_about(authority: Authority) -> None:
+    pair, certificate = authority.sign("web"), str(authority.pair.certificate)
+    signers = {"ssl_ca_certs": certificate, "ssl_cert_reqs": 2}
+    with pytest.raises(ConfigError, match="ssl_crl_file: gRPC cannot read revocation lists"):
+        config_for(pair, ssl_crl_file=certificate, **signers, admin_port=-1)
+    ports = {"grpc_port": -1, "admin_port": -1}
+    with pytest.raises(ConfigError, match="ssl_crl_file requires ssl_ca_certs"):
+        config_for(pair, ssl_crl_file=certificate, **ports)
+    with pytest.raises(ConfigError, match="ssl_crl_file: no such file"):
+        config_for(pair, ssl_crl_file="/nowhere", **signers, **ports)
+    with pytest.raises(ConfigError, match=r"expected certificate revocation lists \(PEM\) and nothing else"):
+        make_ssl_context(config_for(pair, ssl_crl_file=certificate, **signers, **ports))
+
+
 def test_files_that_cannot_be_used(authority: Authority, other: Authority, tmp_path: Path) -> None:
     good, stranger = authority.sign("good"), other.sign("stranger")
     text = tmp_path / "text.pem"
