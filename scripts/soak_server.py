@@ -40,7 +40,7 @@ ENGINE: dict[str, Any] = {
 }  # fmt: skip
 SERVER: dict[str, Any] = {"stall_timeout": 5, "disable_access_log": True, "max_num_queued_reqs": 256}
 HOSTILE_SERVER: dict[str, Any] = {
-    "stall_timeout": 5, "body_timeout": 20, "disable_access_log": True, "trust_request_chat_template": True,
+    "stall_timeout": 15, "body_timeout": 20, "disable_access_log": True, "trust_request_chat_template": True,
     "max_admitted_bytes": 256 << 20,
 }  # fmt: skip
 NUM_WORKERS = 16

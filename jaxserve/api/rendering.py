@@ -7,7 +7,8 @@ from jaxserve.api.errors import RequestError
 from jaxserve.child_process import ProcessPool
 
 _MODULE = "jaxserve.text.render_process"
-_MEMORY_BYTES = 512 << 20
+MEMORY_BYTES = 512 << 20
+"""What a process may take for a conversation."""
 
 
 class RenderedChat(NamedTuple):
@@ -17,14 +18,15 @@ class RenderedChat(NamedTuple):
     generation_prompt: str | None
 
 
-def render_processes(limit_s: float, *, starts_ahead: bool = False) -> ProcessPool:
+def render_processes(limit_s: float, *, memory_bytes: int = MEMORY_BYTES, starts_ahead: bool = False) -> ProcessPool:
     """Return processes that render conversations.
 
     Args:
         limit_s: Seconds that a conversation may take.
+        memory_bytes: What a process may take for it.
         starts_ahead: As for ``ProcessPool``.
     """
-    setup = {"memory_bytes": _MEMORY_BYTES, "cpu_s": int(limit_s) + 1}
+    setup = {"memory_bytes": memory_bytes, "cpu_s": int(limit_s) + 1}
     return ProcessPool(["-m", _MODULE], setup, starts_ahead=starts_ahead)
 
 

@@ -5,15 +5,19 @@ import collections
 from jaxserve.api.errors import RequestError
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.packed_logprobs import PackedLogprobs
+from jaxserve.api.rendering import MEMORY_BYTES
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.server.auth import Caller
 from jaxserve.server.errors import OutOfMemoryError
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.server.resources import available_memory_bytes
+from jaxserve.server.settings import ServerConfig
 
 MIN_BUDGET_BYTES = 256 << 20
 """Least default of the budget; else it is a quarter of the memory that is available when the server starts."""
 
+_LEAST_RENDERING_BYTES = 32 << 20
 _TEXT_COPIES = 3
 """A text is in the front end, on its way, and in the engine process."""
 _TOKENIZING_BYTES = 130
@@ -83,6 +87,17 @@ class ByteBudget:
         self._by_caller[name] += num_bytes
         if not self._by_caller[name]:
             del self._by_caller[name]
+
+
+def budget_bytes(config: ServerConfig) -> int:
+    """Return the bytes that requests may take: a quarter of the memory that is available, and some in any case."""
+    default = max(MIN_BUDGET_BYTES, 16 * config.max_request_bytes, available_memory_bytes() // 4)
+    return config.max_admitted_bytes or default
+
+
+def rendering_bytes(config: ServerConfig) -> int:
+    """Return the bytes that a process may take to render a chat: those of all processes are half of the budget."""
+    return min(MEMORY_BYTES, max(_LEAST_RENDERING_BYTES, budget_bytes(config) // 8))
 
 
 def request_bytes(request: Request, model: model_pb2.Model) -> int:

@@ -22,6 +22,7 @@ from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.child_process import end_of
 from jaxserve.frames import HEADER, FrameError, check_length
 from jaxserve.group.settings import GroupPlace
+from jaxserve.server.byte_budget import rendering_bytes
 from jaxserve.server.engine_process.spawn import STACKS_SIGNAL, spawn_engine
 from jaxserve.server.engine_queries import EngineQueries
 from jaxserve.server.errors import UnavailableError
@@ -98,7 +99,9 @@ class EngineClient(EngineQueries):
         self._silent_s = 0.0
         self._ended = asyncio.Event()
         await self._close_renderers()  # of an engine that has ended
-        self._renderers = Renderers(config.chat_template_timeout, config.chat_template_content_format)
+        self._renderers = Renderers(
+            config.chat_template_timeout, config.chat_template_content_format, rendering_bytes(config)
+        )
         try:
             self._process, self._reader, self._writer = await spawn_engine(config.log_format)
             self._info = await self._shake_hands()

@@ -15,13 +15,12 @@ from jaxserve.api.request import Request, check_length
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.text_bound import check_text
 from jaxserve.server.auth import Authenticator, Caller
-from jaxserve.server.byte_budget import MIN_BUDGET_BYTES, output_bytes
+from jaxserve.server.byte_budget import budget_bytes, output_bytes
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError, UnknownModelError
 from jaxserve.server.ledger import Ledger
 from jaxserve.server.poison import PoisonList
 from jaxserve.server.request_log import RequestEntry, RequestLog
-from jaxserve.server.resources import available_memory_bytes
 from jaxserve.server.settings import ServerConfig, queued_tokens_limit
 from jaxserve.server.wire import EngineInfo
 
@@ -51,7 +50,7 @@ class Frontend:
     def __init__(self, config: ServerConfig, engine: EngineClient, model: str):
         self.config = config
         self.engine = engine
-        self.ledger = Ledger(config.max_admitted_bytes or _default_budget(config))
+        self.ledger = Ledger(budget_bytes(config))
         self.authenticator = Authenticator(config)
         self.log = RequestLog(config, model)
         self.model_names = tuple(config.served_model_name or (model,))
@@ -187,11 +186,6 @@ class Frontend:
                         yield output
                     finally:
                         memory.note(entry.caller, -num_bytes)
-
-
-def _default_budget(config: ServerConfig) -> int:
-    """Return the bytes that requests may take: a quarter of the memory that is available, and some in any case."""
-    return max(MIN_BUDGET_BYTES, 16 * config.max_request_bytes, available_memory_bytes() // 4)
 
 
 def new_request_id(prefix: str) -> str:

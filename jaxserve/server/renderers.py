@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxserve.api.errors import RequestError, RequestFailedError, unforeseen
-from jaxserve.api.rendering import RenderedChat, read_response, render_processes
+from jaxserve.api.rendering import MEMORY_BYTES, RenderedChat, read_response, render_processes
 from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn
 from jaxserve.server.output_collector import late
 from jaxserve.server.wire import EngineInfo
@@ -25,13 +25,14 @@ class Renderers:
     Args:
         limit_s: Seconds that rendering a conversation may take.
         content_format: The form in which templates see contents, as in ``jaxserve.text.chat.render_chat``.
+        memory_bytes: What a process may take for a conversation.
     """
 
-    def __init__(self, limit_s: float, content_format: str = "auto"):
+    def __init__(self, limit_s: float, content_format: str = "auto", memory_bytes: int = MEMORY_BYTES):
         self._limit_s = limit_s
         self._content_format = content_format
         self._threads = FairThreads(_MAX_PROCESSES, "jaxserve-render")
-        self._processes = render_processes(limit_s, starts_ahead=True)
+        self._processes = render_processes(limit_s, memory_bytes=memory_bytes, starts_ahead=True)
         self._names: dict[asyncio.Future[RenderedChat], str] = {}
         self._end: Exception | None = None
 

@@ -121,7 +121,8 @@ class ServerConfig:
             names alone if the server listens on a loopback address without API keys, so that web pages cannot reach it
             by a name of their own (DNS rebinding).
         max_connections: Maximum number of connections of the HTTP listener, and of each gRPC listener.
-        max_connections_per_address: Maximum number of HTTP connections of one client address; a proxy's is one.
+        max_connections_per_address: Maximum number of HTTP connections of one client address; a proxy's is one. gRPC's
+            library cannot limit them by address: there only ``max_connections`` holds.
         max_num_queued_reqs: Maximum number of waiting sequences; None: 4 times ``max_num_seqs``.
         max_num_queued_tokens: Maximum number of prompt tokens of waiting sequences; None: 64 times ``max_model_len``.
         max_admitted_bytes: Maximum number of bytes of host memory that all requests in flight take: bodies, texts,

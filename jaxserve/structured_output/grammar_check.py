@@ -11,6 +11,7 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,14 @@ def check(tokenizer: LLTokenizer, grammar: str, is_ebnf: bool, named: Mapping[st
     return {"grammar": grammar}
 
 
+def _limit_memory(extra_bytes: int) -> None:
+    """Limit the growth of this process's memory in bytes."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = used + extra_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
 def _limit_cpu(seconds: int) -> None:
     """Limit this process to some more seconds of CPU time, so that it ends even if its parent has exited."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -134,13 +143,11 @@ def _limit_cpu(seconds: int) -> None:
 
 def _serve() -> None:
     setup = json.loads(sys.stdin.readline())
-    if sys.platform == "linux":
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        memory_bytes = setup["memory_bytes"] if hard == resource.RLIM_INFINITY else min(setup["memory_bytes"], hard)
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokens = [base64.b64decode(token) for token in setup["tokens"]]
     tokenizer = Vocabulary(tokens, setup["end_ids"]).build()
+    if sys.platform == "linux":
+        _limit_memory(setup["memory_bytes"])
     print("ready", flush=True)
     for line in sys.stdin:
         job = json.loads(line)

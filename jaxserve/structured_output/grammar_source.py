@@ -27,7 +27,7 @@ class GrammarLimits:
     Attributes:
         max_bytes: Longest schema, pattern, grammar or list of choices, as UTF-8.
         time_s: Seconds after which a grammar is rejected as too complex.
-        memory_bytes: Memory limit of the process that tests a grammar, vocabulary included.
+        memory_bytes: What a process that tests grammars may take beside the vocabulary.
         max_cached: Number of compiled grammars to cache.
         max_cached_bytes: Total bytes of their sources.
         max_waiting: Number of grammars that may wait for compilation.
@@ -35,7 +35,7 @@ class GrammarLimits:
 
     max_bytes: int = 1 << 18
     time_s: float = 5.0
-    memory_bytes: int = 4 << 30
+    memory_bytes: int = 256 << 20
     max_cached: int = 128
     max_cached_bytes: int = 1 << 23
     max_waiting: int = 256

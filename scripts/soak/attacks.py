@@ -138,6 +138,11 @@ def _nested(generator: random.Random) -> Body:
     return {**_plain(generator), "metadata": inner, "vllm_xargs": {"a": inner}}
 
 
+def _polite(generator: random.Random) -> Body:
+    """A plain request of the lengths that the hostile ones have."""
+    return {**_plain(generator), "max_tokens": generator.choice((32, 400, 400, 400))}
+
+
 def _long_stream(generator: random.Random) -> Body:
     return {**_plain(generator), "max_tokens": 400, "logprobs": 20}
 
@@ -173,6 +178,7 @@ KINDS = {
     "repetition": Kind(4, "/v1/completions", _repetition),
     "nested": Kind(2, "/v1/completions", _nested),
     "plain": Kind(0, "/v1/completions", _plain),
+    "polite": Kind(0, "/v1/completions", _polite),
     "long stream": Kind(0, "/v1/completions", _long_stream),
     "invalid": Kind(0, "/v1/completions", lambda generator: {"prompt": generator.randrange(9)}),
 }

@@ -1,22 +1,22 @@
 """The clients of an API key that means harm, or of one that does not: a process of its own beside those measured.
 
-    python -m scripts.soak.hostile ADDRESSES.json hostile
+    python -m scripts.soak.hostile OPTIONS hostile
 
-The file has ``http``, ``grpc``, ``key``, ``seconds``, ``seed``, and for ``polite`` the number of ``sequences`` that it
-keeps in flight. The process runs at a low priority, since clients elsewhere would take no core of the server's, and
-writes a line of JSON with the outcomes of each kind of request.
+Options are JSON: ``http``, ``grpc``, ``key``, ``seconds``, ``seed``, and for ``polite`` the number of ``sequences``
+that it keeps in flight. The process runs at a low priority, since clients elsewhere would take no core of the server's.
+It writes a line once it begins, and at the end one of JSON with the outcomes of each kind of request.
 """
 
 import asyncio
 import collections
 import contextlib
 import json
+import logging
 import os
 import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -34,7 +34,7 @@ from scripts.soak.attacks import (
     idle_addresses,
 )
 
-NICENESS = 10
+NICENESS = 5
 PAUSE_S = 0.02
 """After a request that was refused: a client that asks again at once takes a core for itself."""
 REQUEST_LIMIT_S = 60.0
@@ -103,7 +103,7 @@ class Hostile:
     async def run_polite(self, until_s: float, num_sequences: int) -> None:
         """Keep plain requests in flight until a time."""
         workers = [
-            asyncio.create_task(self._work("polite", number, self._whole("plain"), until_s))
+            asyncio.create_task(self._work("polite", number, self._whole("polite"), until_s))
             for number in range(num_sequences)
         ]
         await asyncio.sleep(until_s - time.monotonic())
@@ -233,7 +233,10 @@ class Hostile:
         """Open streams of reflection and of health that say nothing, on one connection."""
         (channel,) = open_channels(self._grpc, 1)
         try:
-            reflections, healths = reflection_pb2_grpc.ServerReflectionStub(channel), health_pb2_grpc.HealthStub(channel)
+            reflections, healths = (
+                reflection_pb2_grpc.ServerReflectionStub(channel),
+                health_pb2_grpc.HealthStub(channel),
+            )
             opened: list[Any] = [reflections.ServerReflectionInfo() for _ in range(150)]
             opened += [healths.Watch(health_pb2.HealthCheckRequest()) for _ in range(150)]
             await asyncio.sleep(generator.uniform(3.0, 10.0))
@@ -269,4 +272,5 @@ async def _main(options: dict[str, Any], kind: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.nice(NICENESS)
-    print(json.dumps(asyncio.run(_main(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]))), flush=True)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # connections that the server has closed
+    print(json.dumps(asyncio.run(_main(json.loads(sys.argv[1]), sys.argv[2]))), flush=True)

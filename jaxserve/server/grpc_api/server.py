@@ -155,6 +155,8 @@ def _options(config: ServerConfig) -> list[tuple[str, Any]]:
     ages = {"age": config.grpc_max_connection_age, "idle": config.grpc_max_connection_idle}
     return [
         *((f"grpc.max_connection_{name}_ms", round(limit_s * 1000)) for name, limit_s in ages.items() if limit_s),
+        # The library has no limit by address. Connections that do not begin end soon, and so do those without calls.
+        *((("grpc.server_handshake_timeout_ms", round(config.stall_timeout * 1000)),) if config.stall_timeout else ()),
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", config.max_request_bytes),
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),

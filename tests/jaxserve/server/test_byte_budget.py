@@ -11,9 +11,9 @@ from jaxserve import RequestError, SamplingParams
 from jaxserve.api.errors import ConfigError
 from jaxserve.api.request import Request
 from jaxserve.frames import HEADER
-from jaxserve.server import frontend as frontend_module
+from jaxserve.server import byte_budget
 from jaxserve.server.auth import Authenticator, Caller
-from jaxserve.server.byte_budget import MIN_BUDGET_BYTES, ByteBudget, request_bytes
+from jaxserve.server.byte_budget import MIN_BUDGET_BYTES, ByteBudget, rendering_bytes, request_bytes
 from jaxserve.server.errors import OutOfMemoryError, status_of
 from jaxserve.server.metrics import metrics_text
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
@@ -65,6 +65,11 @@ def test_the_estimate_covers_what_the_engine_process_reads(fields: dict[str, Any
         < request_bytes(request, model_pb2.Model(max_model_len=1 << 17))
         < 200 * len(frame) + (1 << 15)
     )
+
+
+def test_what_renders_a_chat_may_take_is_a_part_of_the_budget() -> None:
+    sizes = [rendering_bytes(ServerConfig(max_admitted_bytes=budget << 20)) >> 20 for budget in (64, 512, 1 << 20)]
+    assert sizes == [32, 64, 512]
 
 
 def test_what_a_request_asks_for_is_in_the_estimate() -> None:
@@ -127,7 +132,7 @@ def test_outputs_that_wait_to_be_written_count() -> None:
 
 def test_the_default_is_a_quarter_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     for available, expected in ((1 << 40, 1 << 38), (1 << 20, MIN_BUDGET_BYTES)):
-        monkeypatch.setattr(frontend_module, "available_memory_bytes", lambda available=available: available)
+        monkeypatch.setattr(byte_budget, "available_memory_bytes", lambda available=available: available)
         assert make_frontend().ledger.memory.limit_bytes == expected
     assert make_frontend(max_request_bytes=64 << 20).ledger.memory.limit_bytes == 1 << 30
     with pytest.raises(ConfigError, match="max_admitted_bytes: expected a number from 1048576 to"):

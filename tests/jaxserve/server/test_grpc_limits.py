@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 from typing import Any
 
 import grpc
@@ -32,6 +33,36 @@ def test_a_call_without_its_message_loses_its_place(method: str) -> None:
             with pytest.raises(grpc.aio.AioRpcError, match="the call has no message") as failure:
                 await empty
             assert failure.value.code() is Code.INVALID_ARGUMENT
+
+    run(main)
+
+
+def test_a_call_that_was_late_leaves_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Reading goes on until the call ends, and fails then: nobody awaits that."""
+
+    async def main() -> None:
+        async with serving(stall_timeout=0.3) as there, connected(there.target) as channel:
+            path = "/jaxserve.v1.GenerationService/Generate"
+            waiting: Any = channel.stream_unary(path, generation_pb2.GenerateRequest.SerializeToString)()
+            with pytest.raises(grpc.aio.AioRpcError, match=r"not complete after 0\.3 s"):
+                await waiting
+            await there.server.stop(0.0)
+            gc.collect()
+            await asyncio.sleep(0)
+
+    run(main)
+    assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]
+
+
+def test_a_connection_that_does_not_begin_is_closed() -> None:
+    async def main() -> None:
+        async with serving(stall_timeout=0.3) as there:
+            host, _, port = there.target.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            async with asyncio.timeout(60):
+                while await reader.read(1024):  # the server's settings
+                    pass
+            writer.close()
 
     run(main)
 
