@@ -28,7 +28,7 @@ from jaxserve.device.memory import (
     most_samples,
     set_gpu_memory_fraction,
 )
-from jaxserve.device.recurrent_plan import check_recurrent, states_of_sequences, with_checkpoints
+from jaxserve.device.recurrent_plan import states_of_sequences, with_checkpoints
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.weight_choice import find_forms
 from jaxserve.layers.kv_layout import KVSpec, attended
@@ -240,7 +240,6 @@ def plan_stages(
     page_size = page_size_of(config, scope.parallel, layout.name, _attention_chunk(specs, max_model_len))
     policy, kernel = choose_kernels(config, model, specs, scope.parallel, first.devices.flat[0], page_size, forms)
     module = outline(model, dataclasses.replace(scope, policy=policy))
-    check_recurrent(config, module)
     _check_expert_load(config, module)
     row_tile = choose_row_tile(config, module, policy, kernel, scope.parallel)
     max_num_seqs, max_num_batched_tokens = _batch_limits(config, device, max_model_len)

@@ -59,6 +59,21 @@ class DraftRows(NamedTuple):
             inputs=inputs,
         )
 
+    def num_before_next(self, fields: Mapping[str, Array], goes_back: bool) -> Int[Array, " R"]:
+        """Return how many tokens of each row come before the first of the next row of its slot.
+
+        Args:
+            fields: Arrays of the step.
+            goes_back: Whether the row after rejected drafts begins with the accepted ones; see
+                ``scheduling.draft_states``.
+        """
+        lens = fields["query_lens"]
+        num_kept = jnp.where(self.samples, self.position - fields["starts"], lens)
+        if not goes_back:
+            return num_kept
+        num_samples = jnp.zeros_like(lens).at[fields["sample_rows"]].add(1, mode="drop")
+        return jnp.where(num_kept < lens, lens - num_samples + 1, num_kept)
+
     @property
     def num_used(self) -> Int[Array, ""]:
         """Number of rows."""

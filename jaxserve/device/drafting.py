@@ -102,7 +102,7 @@ def draft(
         tokens = _tokens(fields, rows, shape, drafter, most_drafts)
         if states is not None:
             own = run.seen(given, num_query)
-            kept = run.kept(states, own, fields)
+            kept = run.kept(states, own, fields, shape.has_states and shape.max_samples > 1)
             seen, states = _Seen(own, run.before(states._replace(pages=kept.pages), fields)), kept
         hidden, drafted_pools = run.take_in(fields, pools[first:], shape, tokens, seen)
         begin = tokens.sampled
@@ -240,13 +240,13 @@ class _Run(NamedTuple):
         page_size = self.drafter.sharded.page_size
         return states.before(fields["starts"], fields["slots"], self.rows.page_table, page_size)
 
-    def kept(self, states: HeadStates, own: Float[Array, "T D"], fields: Mapping[str, Array]) -> HeadStates:
+    def kept(self, states: HeadStates, own: Float[Array, "T D"], fields: Mapping[str, Array], back: bool) -> HeadStates:
         """Return what a draft head keeps after the step, whose tokens have the states ``own``."""
         rows, row_of, starts = self.rows, fields["token_rows"], fields["starts"]
         offsets = (starts - fields["query_starts"]).at[row_of].get(mode="fill", fill_value=0)
         positions, page_size = offsets + jnp.arange(len(own), dtype=jnp.int32), self.drafter.sharded.page_size
         pages = rows.page_table.at[row_of, positions // page_size].get(mode="fill", fill_value=NOWHERE)
-        num_kept = jnp.where(rows.samples, rows.position - starts, fields["query_lens"])
+        num_kept = rows.num_before_next(fields, back)
         slots = jnp.where(rows.is_used, fields["slots"], NOWHERE)
         return states.updated(own, positions, pages, fields["query_starts"] + num_kept - 1, slots, page_size)
 

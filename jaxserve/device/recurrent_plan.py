@@ -15,22 +15,6 @@ logger = logging.getLogger(__name__)
 _MOST_CHECKPOINTS = 512  # by default, or eight for each sequence
 
 
-def check_recurrent(config: EngineConfig, module: CausalLM) -> None:
-    """Check the settings of an engine for a model with recurrent layers.
-
-    Raises:
-        ConfigError: A model on the device drafts, from states that rejected drafts would have changed.
-    """
-    if any(module.state_specs) and config.num_device_drafts:
-        assert config.speculative_config is not None
-        raise ConfigError(
-            f"speculative_config method {config.speculative_config['method']!r} is not supported for "
-            f"{module.config.architecture}: it drafts on the device, before the host knows which drafts were accepted, "
-            "and the states of recurrent layers go back only then; use ngram, suffix or grammar, or remove "
-            "speculative_config"
-        )
-
-
 def states_of_sequences(config: EngineConfig, module: CausalLM, max_num_seqs: int, max_num_batched_tokens: int) -> int:
     """Return the state pages of running sequences: one of each, or two if rows have drafts.
 

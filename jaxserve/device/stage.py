@@ -275,18 +275,23 @@ class Stage:
         if not self.is_here:
             return
         programs = [self._copies[model.is_drafter, kind] for model in self._models for kind in model.kv_layout.pools]
+        places, states = [*range(len(self.state.pools))], self.model.kv_layout.state_places
+        del places[states]
         for pages in copy_arrays(copies, self.model.num_pages):
-            pools = [copy(pool, *pages) for copy, pool in zip(programs, self.state.pools, strict=False)]
-            self.state = self.state._replace(pools=(*pools, *self.state.pools[len(pools) :]))
+            pools = [*self.state.pools]
+            for copy, place in zip(programs, places, strict=True):
+                pools[place] = copy(pools[place], *pages)
+            self.state = self.state._replace(pools=tuple(pools))
 
     def copy_states(self, copies: Sequence[Sequence[PageCopy]]) -> None:
         """Copy state pages of each lane in all recurrent layers."""
         if self._copy_states is None:
             return
-        first = len(self.model.kv_layout.pools)
+        places = self.model.kv_layout.state_places
         for pages in copy_arrays(copies, self.model.num_states):
-            states = self._copy_states(self.state.pools[first:], *pages)
-            self.state = self.state._replace(pools=(*self.state.pools[:first], *states))
+            pools = [*self.state.pools]
+            pools[places] = self._copy_states(self.state.pools[places], *pages)
+            self.state = self.state._replace(pools=tuple(pools))
 
     def items(self) -> Iterable[tuple[StepKey, CompiledStep | None]]:
         """Return all steps; on CPUs those of mixed shapes include the scorer. None are those of other processes."""

@@ -91,7 +91,7 @@ def trace_copy_pages(sharded: ShardedModel, kind: PoolKind, count: int) -> jax.s
 
 def trace_copy_states(sharded: ShardedModel) -> jax.stages.Traced:
     """Trace the program that copies state pages in all recurrent layers; arguments: (states, sources, targets)."""
-    states = sharded.own_pools()[len(sharded.kv_layout.pools) :]
+    states = sharded.own_pools()[sharded.kv_layout.state_places]
     pages = sharded.rows_struct((COPY_CAPACITY,), jnp.int32)
 
     def copy(states: tuple[Pools, ...], sources: Int[Array, " C"], targets: Int[Array, " C"]) -> tuple[Pools, ...]:

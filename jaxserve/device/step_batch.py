@@ -218,9 +218,7 @@ def unpack(
     places = token_places(positions, rows, shape.num_rows, page_size, tokens_axis)
     written_rows = places.rows
     arrays |= {
-        "tokens": jnp.where(
-            tokens < 0, _latest_of_rows(latest, rows, token - _of_rows(arrays["query_starts"], rows)), tokens
-        ),
+        "tokens": jnp.where(tokens < 0, _latest_of_rows(latest, rows, positions), tokens),
         "positions": positions,
         "lengths": _of_rows(arrays["row_limits"], rows),
         "token_pages": places.pages,
@@ -259,12 +257,13 @@ def _state_rows(arrays: Mapping[str, Array], starts: Int[Array, " R"]) -> StateR
     )
 
 
-def _latest_of_rows(latest: LatestTokens, rows: Int[Array, " T"], index: Int[Array, " T"]) -> Int[Array, " T"]:
-    """Return the latest token of each token's row, or the draft at the token's index in the row."""
+def _latest_of_rows(latest: LatestTokens, rows: Int[Array, " T"], positions: Int[Array, " T"]) -> Int[Array, " T"]:
+    """Return the latest token of each token's row, or the draft for its position."""
     if latest.drafts is None:
         return _of_rows(latest.token_ids, rows)
     tokens = jnp.column_stack([latest.token_ids, latest.drafts])
-    return tokens.at[rows, jnp.minimum(index, tokens.shape[1] - 1)].get(mode="fill", fill_value=0)
+    index = jnp.clip(positions - _of_rows(latest.positions, rows), 0, tokens.shape[1] - 1)
+    return tokens.at[rows, index].get(mode="fill", fill_value=0)
 
 
 def row_of_each_token(arrays: Mapping[str, Array], is_used: Bool[Array, " T"]) -> dict[str, Array]:

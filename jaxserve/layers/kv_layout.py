@@ -85,11 +85,14 @@ class StateArray(NamedTuple):
         shape: Its shape for one sequence on one device.
         dtype: Element type.
         split: Dimension that devices share as they share heads; None: every device has all of it.
+        parts: What all devices together have along that dimension, one after the other, as ranges of the whole model's;
+            empty if that is all of it in order.
     """
 
     shape: tuple[int, ...]
     dtype: str
     split: int | None = 0
+    parts: tuple[range, ...] = ()
 
 
 StateSpec = tuple[StateArray, ...]
@@ -154,6 +157,11 @@ class KVLayout(NamedTuple):
         ]
         counts = tuple(self.pools.count(kind) for kind in kinds)
         return KVLayout(tuple(indices), tuple(kinds), self.windows, counts, self.chunks)
+
+    @property
+    def state_places(self) -> slice:
+        """Where the arrays of states are among all arrays: after the pools, and before those of a drafter."""
+        return slice(len(self.pools), len(self.pools) + sum(each.state is not None for each in self.layer_indices))
 
     def with_states(self, specs: Sequence[StateSpec]) -> "KVLayout":
         """Return the same layout with indices of the layers' states, ``specs`` in the order of ``layer_indices``."""

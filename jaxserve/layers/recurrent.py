@@ -1,5 +1,6 @@
 """Recurrent mixers: what stands in the place of attention and keeps a state of fixed size per sequence."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -125,12 +126,21 @@ class CausalConvolution(nnx.Module):
         self.weight: nnx.Param[Any] = nnx.Param(value, axes=("q_heads", None, None), recipe=recipe)
         self.bias = head_vector(rows, scope, "bias") if has_bias else None
         num_local = flat.shape[0] // scope.parallel.size
-        self.tail = StateArray((taps - 1, num_local), "float32", split=1)
+        self.tail = StateArray((taps - 1, num_local), "float32", split=1, parts=_ranges(flat))
 
     @property
     def arrays(self) -> Convolution:
         """The weights as kernels take them."""
         return Convolution(self.weight[...][:, 0].T, None if self.bias is None else self.bias[...])
+
+
+def _ranges(rows: TensorRecipe) -> tuple[range, ...]:
+    """Return the rows of a recipe, in order, as ranges of all rows of its sources one after the other."""
+    counts = (shape[0] for _, shape in rows.sources)
+    firsts = dict(zip((name for name, _ in rows.sources), itertools.accumulate(counts, initial=0), strict=False))
+    pieces = sorted(rows.pieces, key=lambda piece: piece.target_start[0])
+    starts = [(firsts[piece.source] + piece.source_start[0], piece.shape[0]) for piece in pieces]
+    return tuple(range(start, start + count) for start, count in starts)
 
 
 def head_vector(rows: Sequence[Rows], scope: Scope, tensor: str, fill: float = 0.0) -> nnx.Param[Any]:

@@ -101,10 +101,11 @@ def _read_delta_net(fields: ConfigFields) -> DeltaNetSizes:
 
 def build(config: Qwen3NextConfig, scope: Scope) -> CausalLM:
     """Return the module; layers for multi-token prediction are not loaded."""
-    return build_decoder(config, scope, _build_layer, ignored=(r"mtp\..*",))
+    return build_decoder(config, scope, build_qwen_layer, ignored=(r"mtp\..*",))
 
 
-def _build_layer(config: Qwen3NextConfig, index: int, scope: Scope) -> Layer:
+def build_qwen_layer(config: Qwen3NextConfig, index: int, scope: Scope) -> Layer:
+    """Build a layer: recurrent, or with attention."""
     mlp = _build_mlp(config, index, scope.at("mlp"))
     if not config.recurrent_layers[index]:
         gate = OutputGate("q_proj", "sigmoid", follows_query=True)

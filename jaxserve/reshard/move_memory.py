@@ -9,7 +9,6 @@ from jaxserve.device.build import EnginePlan
 from jaxserve.device.memory import device_memory_bytes, gib, resident_bytes, usable_fraction
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.models.abstract import AbstractModel
-from jaxserve.reshard.page_transfer import page_bytes
 from jaxserve.reshard.resident_weights import move_steps
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
@@ -17,19 +16,19 @@ from sharding.plan import bytes_per_device
 _LARGEST_COPIES = 3  # of the largest parameter: its old arrays joined, its new part, and the packed new part
 
 
-def host_page_limit(old: EnginePlan, new: EnginePlan, utilization: float) -> int:
-    """Return the number of old pages that host memory has room for while weights move; see ``check_move_memory``."""
+def host_room(old: EnginePlan, new: EnginePlan, utilization: float) -> int:
+    """Return the bytes of host memory that copies of cached pages and states may take while weights move; see
+    ``check_move_memory``. For GPUs, it is twice the size of both."""
     device = _device(old)
     if device.platform != "cpu":
-        return sum(stages[0].num_pages * stages[0].num_lanes for stages in old.replicas)
-    free = _free_host_bytes(device, utilization) - _needed_host_bytes(old, new)
-    return max(0, free) // sum(map(page_bytes, old.replicas[0]))
+        return 2 * sum(sharded.pool_bytes * sharded.mesh.devices.size for sharded in old.models)
+    return max(0, _free_host_bytes(device, utilization) - _needed_host_bytes(old, new))
 
 
 def check_move_memory(old: EnginePlan, new: EnginePlan, utilization: float) -> None:
     """Raise an error unless the weights and pages of the new plan fit while they replace those of the old one.
 
-    Pages go first: those in the prefix cache to the host as far as it has room, then the old pools are freed. Then
+    Pages and states of the prefix cache go first, to the host as far as it has room; then the old pools are freed. Then
     each parameter moves, and is freed as soon as its new arrays are complete.
 
     Raises:

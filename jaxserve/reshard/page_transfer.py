@@ -19,6 +19,7 @@ from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import Pools
 from jaxserve.layers.kv_layout import PoolKind
+from jaxserve.reshard.state_transfer import can_share_states
 
 _CALL_BYTES = 16 << 20  # of the pages that one call moves
 
@@ -48,7 +49,7 @@ class _Stack(NamedTuple):
 
     @classmethod
     def all_of(cls, sharded: ShardedModel) -> "list[_Stack]":
-        """Return the arrays of pages of a stage in their order (``StepState.pages``).
+        """Return the arrays of pages of a stage in their order (``StepState.pages``), without recurrent states.
 
         The layers of a drafter follow those of the whole model, and the states of a draft head count as one more.
         """
@@ -119,10 +120,9 @@ class _Stack(NamedTuple):
 def can_share_pages(old: Sequence[ShardedModel], new: Sequence[ShardedModel]) -> bool:
     """Return whether pages can be moved from the stages of one engine to those of another one for the same model.
 
-    Those of a model with recurrent layers are of no use without states, which are not moved: its requests are computed
-    again from their beginnings.
+    Those of a model with recurrent layers are of no use without its states.
     """
-    if new[0].state_distance:
+    if not can_share_states(old, new):
         return False
     for sharded in (*old, *new):
         if not all(stack.splits_only_pages_and_heads(sharded) for stack in _Stack.pools_of(sharded)):
@@ -196,9 +196,10 @@ class PageReader:
         self._compiled, self.num_programs = _compile_kinds(sharded, self._stacks, _compile_read)
 
     def read(self, pools: Sequence[Pools], pages: Sequence[Sequence[int]]) -> list[HostPages]:
-        """Return copies of the given pages of each lane."""
-        copied: list[HostPages] = [{} for _ in pages]
-        for stack, read, arrays in zip(self._stacks, self._compiled, pools, strict=True):
+        """Return copies of the given pages of each lane; ``pools`` are all arrays of the stage."""
+        copied, arrays_of = list[HostPages]({} for _ in pages), [*pools]
+        del arrays_of[self._sharded.kv_layout.state_places]
+        for stack, read, arrays in zip(self._stacks, self._compiled, arrays_of, strict=True):
             lanes = self._read_stack(stack, read, arrays, pages)
             for lane, copies in zip(copied, lanes, strict=True):
                 for layer, _, pool in stack.layers:
@@ -239,15 +240,18 @@ class PageWriter:
         self._compiled, self.num_programs = _compile_kinds(sharded, self._stacks, _compile_write)
 
     def write(self, pools: Sequence[Pools], writes: Sequence[Sequence[PageWrite]]) -> tuple[Pools, ...]:
-        """Return the pools with the given pages of each lane written. Donates ``pools``."""
-        written: list[Pools] = []
+        """Return all arrays of the stage with the given pages of each lane written. Donates those of pages."""
+        written, arrays_of, places = list[Pools](), [*pools], self._sharded.kv_layout.state_places
+        states = arrays_of[places]
+        del arrays_of[places]
         targets = [[each.target for each in lane] for lane in writes]
-        for stack, write, arrays in zip(self._stacks, self._compiled, pools, strict=True):
+        for stack, write, arrays in zip(self._stacks, self._compiled, arrays_of, strict=True):
             for start in range(0, max(map(len, writes)), stack.capacity):
                 part = [lane[start : start + stack.capacity] for lane in writes]
                 rows = tuple(np.concatenate([_rows(stack, i, lane) for lane in part]) for i in range(len(arrays)))
                 arrays = write(arrays, _call_pages(self._sharded, targets, start, stack.capacity), rows)
             written.append(arrays)
+        written[places.start : places.start] = states
         return tuple(written)
 
 

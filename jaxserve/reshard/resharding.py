@@ -1,16 +1,16 @@
 """Move a running engine to another mesh or layout between two steps.
 
 Plans are checked and programs compiled while the engine serves. Then the steps in flight complete, every running
-sequence is requeued as if preempted, and pages of the prefix cache and weights move. Requests keep their state on the
-host, so they continue with the same tokens; what they lose is at most a page each of computed keys and values, if the
-prefix cache is on.
+sequence is requeued as if preempted, and weights, and pages and states of the prefix cache move. Requests keep their
+state on the host, so they continue with the same tokens; what they lose is at most a page each of computed keys and
+values, if the prefix cache is on.
 """
 
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxserve.api.config import EngineConfig
@@ -32,11 +32,11 @@ from jaxserve.engine.startup import (
     make_ledger,
     make_replicas,
 )
-from jaxserve.reshard.cache_moves import PageMove, move_cache, newest_pages
-from jaxserve.reshard.move_memory import check_move_memory, host_page_limit
-from jaxserve.reshard.page_transfer import HostPages, PageReader, PageWrite, PageWriter, can_share_pages, page_bytes
+from jaxserve.reshard.cache_moves import move_cache, move_states
+from jaxserve.reshard.cached_contents import CacheTransfer
+from jaxserve.reshard.move_memory import check_move_memory
+from jaxserve.reshard.page_transfer import can_share_pages, page_bytes
 from jaxserve.reshard.resident_weights import check_same_parameters, move_weights
-from jaxserve.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ class ReshardReport:
         num_cached_pages: Cached pages before; those that are not moved had no room, or had the content of others.
         num_requeued: Running sequences that were requeued.
         num_recomputed_tokens: Tokens of them whose keys and values are computed again, at most.
+        num_states: States of recurrent layers that a new prefix cache has.
+        num_cached_states: Such states before.
     """
 
     from_mesh: dict[str, int]
@@ -85,16 +87,20 @@ class ReshardReport:
     num_cached_pages: int
     num_requeued: int
     num_recomputed_tokens: int
+    num_states: int = 0
+    num_cached_states: int = 0
 
     def __str__(self) -> str:
         meshes = (" ".join(f"{axis}={size}" for axis, size in mesh.items()) for mesh in (self.from_mesh, self.to_mesh))
         old, new = meshes
+        states = f" and {self.num_states} of {self.num_cached_states} states" if self.num_cached_states else ""
         return (
             f"resharded from mesh {old}, layout {self.from_layout} to mesh {new}, layout {self.to_layout}: paused "
             f"{self.pause_s:.3f} s (drain {self.drain_s:.3f}, move {self.move_s:.3f}, warm-up {self.warm_up_s:.3f}) "
             f"after compiling {self.num_programs} programs in {self.compile_s:.2f} s; moved "
             f"{self.weight_bytes / 1e6:.1f} MB of weights and {self.num_pages} of {self.num_cached_pages} cached "
-            f"pages, requeued {self.num_requeued} sequences to recompute at most {self.num_recomputed_tokens} tokens"
+            f"pages{states}, requeued {self.num_requeued} sequences to recompute at most "
+            f"{self.num_recomputed_tokens} tokens"
         )
 
 
@@ -118,8 +124,7 @@ class PreparedReshard:
             for stage in self._stages:
                 stage.compile()
             self._empty_states = [compile_zeros(sharded.abstract_state()) for sharded in plan.models]
-            self._readers = [PageReader(sharded) for sharded in old.models] if shares else []
-            self._writers = [PageWriter(sharded) for sharded in plan.models] if shares else []
+            self._transfer = CacheTransfer(old, plan, shares)
 
     @property
     def num_programs(self) -> int:
@@ -130,8 +135,8 @@ class PreparedReshard:
         steps = num_programs(plan.buckets, platform, sharded.is_always_full, plan.num_stages, plan.models[-1])
         own = len(plan.models)  # zeros, and copies of pages
         own += sum(len({*sharded.kv_layout.pools}) for sharded in (*plan.models, *drafters))
-        transfers = sum(each.num_programs for each in (*self._readers, *self._writers))
-        return len(plan.replicas) * (steps + 1) + own + transfers
+        own += sum(any(each.state_specs) for each in plan.models)
+        return len(plan.replicas) * (steps + 1) + own + self._transfer.num_programs
 
     def switch(self, deliver: Deliver, compile_s: float) -> tuple[StartedEngine, ReshardReport]:
         """Move the engine; call it on the thread of its steps.
@@ -176,8 +181,9 @@ class PreparedReshard:
         for scheduler in old:
             scheduler.requeue_all()
         num_cached = sum(len(scheduler.allocator.cached_pages) for scheduler in old)
-        pages, contents = self._read_pages(engine, old)
-        first, *others = [_local(replica.runner) for replica in engine.replicas]
+        num_cached_states = sum(scheduler.pages.num_states for scheduler in old)
+        first, *others = old_runners = [_local(replica.runner) for replica in engine.replicas]
+        contents = self._transfer.read(old_runners, old, self._config.gpu_memory_utilization)
         for runner in others:
             runner.release()
         params = move_weights(first.release(), self._plan.replicas)
@@ -186,8 +192,8 @@ class PreparedReshard:
         warm_up_s = warm_up_runners(runners) if self._config.warm_up else 0.0
         replicas = make_replicas(self._config, self._plan, runners)
         new = [scheduler for replica in replicas for scheduler in replica.schedulers]
-        moves = move_cache(old, new, pages)
-        self._write_pages(runners, moves, pages, contents)
+        moves, state_moves = move_cache(old, new, contents.pages), move_states(new, contents.states)
+        self._transfer.write(runners, contents, moves, state_moves)
         engine.replace_replicas(replicas)
         lanes = {sequence: scheduler for scheduler in new for sequence in scheduler.waiting}
         lost = [n - lanes[s].pages.num_cached_tokens(s) for s, n in running if s.finish_reason is None]
@@ -199,40 +205,9 @@ class PreparedReshard:
             num_cached_pages=num_cached,
             num_requeued=len(running),
             num_recomputed_tokens=sum(max(0, each) for each in lost),
+            num_states=len({(move.lane, move.source) for each in state_moves for move in each}),
+            num_cached_states=num_cached_states,
         )
-
-    def _read_pages(self, engine: Engine, old: Sequence[Scheduler]) -> tuple[list[list[int]], list[HostPages]]:
-        """Copy the cached pages of each lane to the host, as far as it has room; return the pages and the copies."""
-        plans = self._started.plan, self._plan
-        limit = host_page_limit(*plans, self._config.gpu_memory_utilization) if self._readers else 0
-        pages, contents, readers = newest_pages(old, limit), list[HostPages](), iter(self._readers)
-        for replica in engine.replicas if self._readers else ():
-            lanes: list[HostPages] = [{} for _ in replica.schedulers]
-            wanted = pages[len(contents) : len(contents) + len(lanes)]
-            for stage_pools in _local(replica.runner).pools:
-                for lane, found in zip(lanes, next(readers).read(stage_pools, wanted), strict=True):
-                    lane |= found
-            contents += lanes
-        return pages, contents
-
-    def _write_pages(
-        self,
-        runners: Sequence[LocalRunner],
-        moves: Sequence[Sequence[PageMove]],
-        pages: Sequence[Sequence[int]],
-        contents: Sequence[HostPages],
-    ) -> None:
-        """Write the copies of pages to the pools of the new lanes."""
-        if not contents:
-            return
-        indices = [{page: index for index, page in enumerate(each)} for each in pages]
-        num_lanes, writers = len(moves) // len(runners), iter(self._writers)
-        for number, runner in enumerate(runners):
-            writes = [
-                [PageWrite(contents[m.lane], indices[m.lane][m.source], m.target, m.table) for m in lane]
-                for lane in moves[number * num_lanes : (number + 1) * num_lanes]
-            ]
-            runner.pools = [next(writers).write(pools, writes) for pools in runner.pools]
 
     def _make_ledger(self) -> MemoryLedger:
         """Return the memory use of a device of the new mesh."""
@@ -251,6 +226,8 @@ class _Moved(NamedTuple):
     num_cached_pages: int
     num_requeued: int
     num_recomputed_tokens: int
+    num_states: int
+    num_cached_states: int
 
 
 class Resharder:

@@ -83,7 +83,8 @@ class ContextPages:
         return 0 if self.states is None else self.states.allocator.num_checkpoints
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
-        """Return the number of tokens in the cached full pages that ``allocate`` would share; change nothing.
+        """Return the number of tokens that ``allocate`` would find in cached full pages or, with states of recurrent
+        layers, at a checkpoint; change nothing.
 
         Returns 0 if the sequence reads no cached pages, or if pages leave the cache when they are freed.
         """
@@ -95,7 +96,9 @@ class ContextPages:
         num_shared, _ = self.cache.find_shared(probe)
         if self.states is None:
             return num_shared * self._page_size
-        hit = self.states.find(probe, num_shared * self._page_size)
+        partial = self.cache.find_partial(probe, num_shared) if self._shares_parts else []
+        num_common = num_shared * self._page_size + _num_copied(partial)
+        hit, _ = self._find_state(self.states, probe, num_common)
         return 0 if hit is None else hit[1]
 
     def allocate(self, sequence: Sequence) -> list[PageCopy] | None:
@@ -111,7 +114,7 @@ class ContextPages:
         if sequence.reads_cache:
             num_shared, shared = self.cache.find_shared(sequence)
             partial = self.cache.find_partial(sequence, num_shared) if self._shares_parts else []
-        num_common, state = num_shared * self._page_size + min((each.num_tokens for each in partial), default=0), None
+        num_common, state = num_shared * self._page_size + _num_copied(partial), None
         if self.states is not None:
             state, partial = self._find_state(self.states, sequence, num_common)
             num_shared = 0 if state is None else state[1] // self._page_size
@@ -131,7 +134,7 @@ class ContextPages:
         sequence.tables = tables
         sequence.num_pages = min(len(table.pages) for table in tables)
         sequence.num_registered_pages = num_shared
-        sequence.num_computed = num_shared * self._page_size + min((hit.num_tokens for hit in partial), default=0)
+        sequence.num_computed = num_shared * self._page_size + _num_copied(partial)
         if sequence.num_cached_tokens < 0:
             self._count(sequence, num_common)
         copies = [PageCopy(hit.page, table.pages[num_shared]) for hit, table in zip(partial, tables, strict=False)]
@@ -146,7 +149,7 @@ class ContextPages:
         """
         while (found := states.find(sequence, num_common)) is not None:
             num_pages, num_left = divmod(found[1], self._page_size)
-            hits = self.cache.find_partial(sequence, num_pages) if num_left else []
+            hits = self.cache.find_partial(sequence, num_pages) if num_left and self._shares_parts else []
             if not num_left or (hits and all(hit.num_tokens >= num_left for hit in hits)):
                 return found, [PartialHit(hit.page, num_left) for hit in hits]
             num_common = found[1] - 1
@@ -333,3 +336,8 @@ class ContextPages:
             self._allocator.free(table.pages[table.num_released : first])
             table.pages[:first] = [table.pages[first]] * first
             table.num_released, table.num_granted = first, 0
+
+
+def _num_copied(partial: list[PartialHit]) -> int:
+    """Return the tokens that copies of pages, one for each table, have in common with a context."""
+    return min((each.num_tokens for each in partial), default=0)

@@ -27,10 +27,18 @@ class ContextStates:
         page_size: Tokens of a page of keys and values.
         has_drafts: Whether rows have drafts, so that a sequence has a second page.
         is_small: Whether a state takes no more memory than a page, so that each page gets one.
+        is_aligned: Whether a context can go on after full pages only, so that no other states are kept.
     """
 
-    def __init__(self, allocator: StateAllocator, page_size: int, has_drafts: bool = False, is_small: bool = False):
-        self.allocator = allocator
+    def __init__(
+        self,
+        allocator: StateAllocator,
+        page_size: int,
+        has_drafts: bool = False,
+        is_small: bool = False,
+        is_aligned: bool = False,
+    ):
+        self.allocator, self._unit = allocator, page_size if is_aligned else 1
         self._page_size, self._has_drafts = page_size, has_drafts
         self._distance = page_size if is_small else -(-_DISTANCE // page_size) * page_size
 
@@ -108,6 +116,7 @@ class ContextStates:
         sequence.state_page, sequence.state_source, sequence.wanted_states = -1, -1, []
         sequence.draft_page, sequence.draft_length, sequence.restart = -1, 0, -1
         is_kept = sequence.finish_reason != "error" and 0 < length <= len(sequence.token_ids)
+        is_kept = is_kept and not length % self._unit
         if is_kept and len(sequence.page_keys) > length // self._page_size:
             if self.allocator.keep(page, *self._key(sequence, length), length - sequence.last_state):
                 return
@@ -126,6 +135,7 @@ class ContextStates:
         last, prompt, ending = len(sequence.token_ids) - 1, sequence.num_prompt_tokens, sequence.num_generation_tokens
         ending = max(1, _GENERATION_PROMPT if ending < 0 else ending)  # the same prompt has a token to compute
         lengths = [prompt - ending, num_common, *([prompt - 1] if sequence.followers else [])]
+        lengths = [length // self._unit * self._unit for length in lengths]
         wanted = {length: False for length in lengths if start < length <= last}
         num_pages = last // self._page_size
         is_plenty = self.allocator.num_spare >= _PLENTY * num_pages
@@ -154,4 +164,5 @@ def context_states(limits: SchedulerLimits, allocator: PageAllocator) -> Context
         return None
     has_drafts = limits.max_draft_tokens > 0
     states = StateAllocator(limits.num_states, limits.max_num_seqs * (1 + has_drafts), allocator.keeps_free_pages)
-    return ContextStates(states, allocator.page_size, has_drafts, limits.has_small_states)
+    is_aligned = not limits.shares_parts
+    return ContextStates(states, allocator.page_size, has_drafts, limits.has_small_states, is_aligned)

@@ -114,7 +114,7 @@ class PageAllocator:
     @property
     def cached_pages(self) -> list[int]:
         """Free pages in the prefix cache, the least recently used first."""
-        return list(self._free_cached)
+        return [page for page in self._free_cached if page in self.cache]  # a failed sequence's were removed from it
 
     def adopt(self, record: PageRecord) -> int | None:
         """Enter the content of another allocator's page as that of a free page, the most recently used one.

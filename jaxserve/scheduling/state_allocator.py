@@ -145,6 +145,28 @@ class StateAllocator:
         self._unsettled.discard(page)  # written by steps that are planned, none of which may follow this
         return True
 
+    def checkpoints(self) -> list[tuple[Checkpoint, int]]:
+        """Return all checkpoints with their ages, those that would be dropped last first."""
+        firm = [each for each in self._checkpoints.values() if each.page not in self._spares]
+        firm.sort(key=lambda each: each.value(self._clock), reverse=True)
+        return [(each, self._clock - each.last_used) for each in [*firm, *reversed(self._spares.values())]]
+
+    def adopt(self, checkpoint: Checkpoint, age: int) -> int | None:
+        """Make a checkpoint like one of another allocator, as long after its last use; call it for the oldest first.
+
+        Returns:
+            The page to copy it to; None if there is such a checkpoint already, or no page is free.
+        """
+        known = checkpoint.content in self._after.get(checkpoint.parent, {})
+        if known or not (self.keeps_checkpoints and self._free):
+            return None
+        own = dataclasses.replace(checkpoint, page=self._free.pop(), last_used=self._clock - age)
+        self._add(own)
+        if own.num_hits:
+            self._spares.pop(own.page, None)
+        self._unsettled.discard(own.page)
+        return own.page
+
     def settle(self) -> None:
         """Make the checkpoints so far available; called before a step is planned."""
         self._unsettled.clear()

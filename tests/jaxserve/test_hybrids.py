@@ -294,7 +294,7 @@ def chosen_logprobs(output: Any) -> list[float]:
 
 
 def test_samples_of_one_prompt_start_from_its_state(checkpoint: Callable[[str], Checkpoint]) -> None:
-    """And a move to two devices computes states again; misses have reasons."""
+    """And on two devices, to which it has moved; misses have reasons."""
     made = checkpoint("qwen3-5")
     params = SamplingParams(temperature=1.0, top_k=1, max_tokens=12, n=3)
     with LLM(str(made.directory), **settings_of("tp1", num_gpu_blocks_override=99, **METRICS)) as llm:
@@ -309,10 +309,10 @@ def test_samples_of_one_prompt_start_from_its_state(checkpoint: Callable[[str], 
         }
     for output in (found, moved, again):
         assert [sample.token_ids for sample in output.outputs] == [made.expected[-1][:12]] * 3
-    assert moved.num_cached_tokens == 0 and again.num_cached_tokens == len(made.prompts[-1]) - 1
+    assert moved.num_cached_tokens == again.num_cached_tokens == len(made.prompts[-1]) - 1
     assert again.metrics is not None and again.metrics.prefix is not None
     assert again.metrics.prefix.num_cached_tokens == again.metrics.prefix.num_shared_tokens == 39
-    assert misses == {"first_seen": 2, "no_checkpoint": 0, "evicted": 0, "new_salt": 0, "not_read": 0}
+    assert misses == {"first_seen": 1, "no_checkpoint": 0, "evicted": 0, "new_salt": 0, "not_read": 0}
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_samples_of_one_prompt_start_from_its_state(checkpoint: Callable[[str], 
     [
         (
             {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
-            "speculative_config method 'mtp' is not supported for Qwen3_5ForCausalLM: it drafts on the device",
+            r"has no tensors of the layer for multi-token prediction, mtp.layers.0, which quantized copies",
         ),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 8}},

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from jaxserve.reshard.cache_moves import best_states, move_cache, move_states, newest_pages
 from jaxserve.scheduling.page_allocator import PageAllocator
 from jaxserve.scheduling.plan import SchedulerLimits, StepPlan
 from jaxserve.scheduling.prefix_cache import TOKEN_BYTES, pack_tokens
@@ -76,10 +77,54 @@ class StateEvents(Events):
         )
         self.windows = [None]
         self.scheduler = Scheduler(limits, self.allocator, self if num_drafts else None)
-        assert self.scheduler.pages.states is not None
-        self.scheduler.pages.states._distance = page_size * int(rng.choice([1, 2]))  # contexts are short
+        self._shorten_distance()
         self.pages = self.device = StatePages(num_states, num_pages, page_size, num_stages)
         self.room = num_pages * page_size
+
+    def _shorten_distance(self) -> None:
+        """Contexts are short."""
+        assert self.scheduler.pages.states is not None
+        self.scheduler.pages.states._distance = self.allocator.page_size * int(self.rng.choice([1, 2]))
+
+    def _event(self) -> None:
+        if self.rng.random() < 0.02:
+            self._reshard()
+        else:
+            super()._event()
+
+    def _reshard(self) -> None:
+        """Everything moves to a scheduler and a device with more or fewer pages and states, as ``resharding`` does."""
+        while self.in_flight:
+            oldest = self.in_flight.pop(0)
+            if oldest is not None:
+                self._complete(*oldest)
+        old, before, rng, limits = self.scheduler, self.device, self.rng, self.scheduler.limits
+        running = {sequence: sequence.num_computed for sequence in old.running}
+        old.requeue_all()
+        states = [each for each in (self.states.num_checkpoints, limits.num_states) if each]
+        num_states = limits.max_num_seqs * (1 + (limits.max_draft_tokens > 0)) + int(rng.choice([0, 1, *states]))
+        num_pages = self.room // self.allocator.page_size + int(rng.choice([0, self.allocator.num_pages]))
+        made = PageAllocator(num_pages, self.allocator.page_size, self.allocator.keeps_free_pages)
+        new = Scheduler(limits._replace(num_states=num_states), made)
+        pages, kept = newest_pages([old], int(rng.choice([10, 1000]))), best_states([old], int(rng.choice([4, 1000])))
+        moves, state_moves = move_cache([old], [new], pages), move_states([new], kept)
+        self.device = self.pages = StatePages(num_states, num_pages, made.page_size, self.num_stages)
+        for move in moves[0]:
+            self.device.held[move.target] = before.held[move.source]
+            self.device.written_by[move.target] = before.written_by[move.source]
+        for move in state_moves[0]:
+            self.device.states[move.target] = before.states[move.source]
+        self.allocator, self.scheduler = made, new
+        new.replace([old])
+        new.take_proposer(old)
+        for sequence in [*old.waiting]:
+            new.add(sequence)
+        self._shorten_distance()
+        self.counts["reshards"] += 1
+        self.counts["moved states"] += len(state_moves[0])
+        found = {sequence: new.pages.num_cached_tokens(sequence) for sequence in running}
+        self.counts["went on"] += sum(0 < running[sequence] == tokens for sequence, tokens in found.items())
+        self.check()
 
     @property
     def states(self) -> StateAllocator:
@@ -182,6 +227,8 @@ def test_random_events_meet_what_they_are_meant_to() -> None:
     assert sum(each.states.num_checkpoints for each in runs) > 30
     assert sum(each.device.num_kept for each in runs) > 30
     assert sum(each.device.num_decode_copies for each in runs) > 10
+    assert sum(each.counts["reshards"] for each in runs) > 20 and sum(each.counts["moved states"] for each in runs) > 20
+    assert sum(each.counts["went on"] for each in runs) > 10
 
 
 def test_no_prompt_is_cut_for_the_states_that_are_kept_of_it() -> None:

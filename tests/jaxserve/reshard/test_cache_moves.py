@@ -115,3 +115,16 @@ def test_running_sequences_are_requeued_with_their_pages_cached() -> None:
     assert plan.num_tokens == len(sequences), "all but the latest token of each is in a page, some in copied ones"
     assert new.num_decode_rows == old.num_decode_rows
     assert new.pages.num_queried_tokens == old.pages.num_queried_tokens == 4 * 13
+
+
+def test_pages_that_a_failed_sequence_had_computed_do_not_move() -> None:
+    """They are free, and in no cache."""
+    (old,), (new,) = make_lanes(1, num_pages=64), make_lanes(1, num_pages=64)
+    sequences = [make_sequence(str(number), PROMPTS[number], 20) for number in range(2)]
+    for sequence in sequences:
+        old.add(sequence)
+    drain(old)
+    old.finish(sequences[0], "error")
+    (moves,) = move([old], [new])
+    assert hits(old) == hits(new) == [0, 12, 0, 0]
+    check([old], new, moves)

@@ -21,8 +21,8 @@ from jaxserve.device.packing import Packing
 from jaxserve.device.runner_interface import Runner
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.engine.request_state import RequestState
-from jaxserve.reshard import move_memory, resharding
-from jaxserve.reshard.page_transfer import PageReader, PageWrite, PageWriter, can_share_pages
+from jaxserve.reshard import cached_contents, move_memory, resharding
+from jaxserve.reshard.page_transfer import PageReader, PageWrite, PageWriter, can_share_pages, page_bytes
 from jaxserve.reshard.resident_weights import check_same_parameters, move_weights
 from sharding import LayoutError, MeshError
 from tests.jaxserve.test_draft_requests import SETTINGS as DRAFT_SETTINGS
@@ -353,7 +353,8 @@ def test_pages_that_the_host_has_no_room_for_are_computed_again(
     request = submit(llm, LISTED, LONG)
     for _ in range(30):
         llm.engine.step()
-    monkeypatch.setattr(resharding, "host_page_limit", lambda *sizes: 2)
+    two = 2 * sum(map(page_bytes, llm.plan.replicas[0]))
+    monkeypatch.setattr(cached_contents, "host_room", lambda *sizes: two)
     report = llm.reshard("tensor=1")
     assert report.num_pages == 2 < report.num_cached_pages
     assert report.num_requeued == 1 and report.num_recomputed_tokens > 8

@@ -84,7 +84,7 @@ class ReshardRequest(_message.Message):
     def __init__(self, mesh: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class ReshardResponse(_message.Message):
-    __slots__ = ("from_mesh", "to_mesh", "from_layout", "to_layout", "num_programs", "compile_s", "pause_s", "drain_s", "move_s", "warm_up_s", "weight_bytes", "page_bytes", "num_pages", "num_cached_pages", "num_requeued", "num_recomputed_tokens")
+    __slots__ = ("from_mesh", "to_mesh", "from_layout", "to_layout", "num_programs", "compile_s", "pause_s", "drain_s", "move_s", "warm_up_s", "weight_bytes", "page_bytes", "num_pages", "num_cached_pages", "num_requeued", "num_recomputed_tokens", "num_states", "num_cached_states")
     FROM_MESH_FIELD_NUMBER: _ClassVar[int]
     TO_MESH_FIELD_NUMBER: _ClassVar[int]
     FROM_LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,8 @@ class ReshardResponse(_message.Message):
     NUM_CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STATES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_STATES_FIELD_NUMBER: _ClassVar[int]
     from_mesh: _containers.RepeatedCompositeFieldContainer[_model_pb2.MeshAxis]
     to_mesh: _containers.RepeatedCompositeFieldContainer[_model_pb2.MeshAxis]
     from_layout: str
@@ -117,4 +119,6 @@ class ReshardResponse(_message.Message):
     num_cached_pages: int
     num_requeued: int
     num_recomputed_tokens: int
-    def __init__(self, from_mesh: _Optional[_Iterable[_Union[_model_pb2.MeshAxis, _Mapping]]] = ..., to_mesh: _Optional[_Iterable[_Union[_model_pb2.MeshAxis, _Mapping]]] = ..., from_layout: _Optional[str] = ..., to_layout: _Optional[str] = ..., num_programs: _Optional[int] = ..., compile_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., drain_s: _Optional[float] = ..., move_s: _Optional[float] = ..., warm_up_s: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_cached_pages: _Optional[int] = ..., num_requeued: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ...) -> None: ...
+    num_states: int
+    num_cached_states: int
+    def __init__(self, from_mesh: _Optional[_Iterable[_Union[_model_pb2.MeshAxis, _Mapping]]] = ..., to_mesh: _Optional[_Iterable[_Union[_model_pb2.MeshAxis, _Mapping]]] = ..., from_layout: _Optional[str] = ..., to_layout: _Optional[str] = ..., num_programs: _Optional[int] = ..., compile_s: _Optional[float] = ..., pause_s: _Optional[float] = ..., drain_s: _Optional[float] = ..., move_s: _Optional[float] = ..., warm_up_s: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_cached_pages: _Optional[int] = ..., num_requeued: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., num_states: _Optional[int] = ..., num_cached_states: _Optional[int] = ...) -> None: ...
