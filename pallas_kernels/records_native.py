@@ -65,8 +65,8 @@ def pack(
         numbers: What a record has after its codes: [groups of rows, groups of columns], each in its type.
         rows: Group of each row, int [R]; None: each is one, or there is one for all.
         records: Group of each record, int [C / span]; likewise.
-        columns: The column of the codes that each is, int [C]; below 0 for one that is filled up, whose code is 0. None:
-            they are the same.
+        columns: The column of the codes that each is, int [C]; below 0 for one that is filled up, whose code is 0.
+            None: they are the same.
 
     Raises:
         NotImplementedError: The native kernels cannot run in this process.
