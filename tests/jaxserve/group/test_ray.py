@@ -1,5 +1,6 @@
 """A group whose processes actors of a Ray cluster start, on this machine alone."""
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -26,7 +27,7 @@ from tests.launched_server import ENGINE, started, when_ready
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is not installed")
 FLAGS = ("--distributed-executor-backend", "ray", "--nnodes", "2", "--tensor-parallel-size", "2", *ENGINE)
 BODY = {"prompt": "12+30=", "temperature": 0.0, "max_tokens": 8}
-START_S = 180.0
+START_S = 600.0
 LAST_WORDS_S = 90.0
 
 
@@ -46,17 +47,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dic
     log = tmp_path_factory.mktemp("ray") / "log"
     with log.open("wb") as output:
         head = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output)
-    until_s = time.monotonic() + START_S
-    while "Ray runtime started" not in log.read_text():
-        assert head.poll() is None and time.monotonic() < until_s, log.read_text()
-        time.sleep(0.2)
-    yield head.pid, environment
-    processes = family(head.pid)
-    head.terminate()
-    head.wait(60)
-    for pid in processes:
-        if Path(f"/proc/{pid}").exists():
-            kill(pid)
+    try:
+        until_s = time.monotonic() + START_S
+        while "Ray runtime started" not in log.read_text():
+            assert head.poll() is None and time.monotonic() < until_s, log.read_text()
+            time.sleep(0.2)
+        yield head.pid, environment
+    finally:
+        processes = family(head.pid)
+        head.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            head.wait(60)
+        for pid in processes:
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid)
+        head.wait()
     assert_gone(processes, within_s=30)
 
 
