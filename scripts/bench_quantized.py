@@ -1,7 +1,7 @@
 """Measures quantized weights in one run: products, our forms against our bfloat16, and other engines on the same files.
 
     python scripts/bench_quantized.py --size 1b --out table.json --markdown table.md
-    python scripts/bench_quantized.py --size tiny --pairs 3 --megabytes 4 --out t.json --markdown t.md    # does it run?
+    python scripts/bench_quantized.py --size 15m --tiny --pairs 2 --megabytes 4 --out t.json --markdown t.md  # no numbers
 
 Engines take turns: each pair runs bfloat16 (or the other engine) and the form one after the other, each in a process of
 its own, with the workloads of ``../shared/bench/peers`` (A is one stream, B and C have 32 requests). A ratio is the
@@ -127,7 +127,7 @@ class Bench:
         return {line["workload"]: line.get("decode_tok_s") or line["output_tok_s"] for line in found}
 
     def _environment(self) -> dict[str, str]:
-        return os.environ | ({"BENCH_TINY": "1"} if self._options.size == "tiny" else {})
+        return os.environ | ({"BENCH_TINY": "1"} if self._options.tiny else {})
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], is_checked: bool = True) -> str:
@@ -234,6 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--megabytes", type=int, default=512, help="of weights of cold products")
     parser.add_argument("--outer", type=int, default=8192, help="outputs of the products (default: %(default)s)")
     parser.add_argument("--inner", type=int, default=2048, help="features of the products (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="few tokens, to see whether everything runs: no numbers")
     parser.add_argument("--no-other-engines", dest="other_engines", action="store_false")
     parser.add_argument("--peers", type=Path, default=_HERE.parents[1] / "shared" / "bench" / "peers")
     parser.add_argument("--files", type=Path, default=Path.home() / ".cache" / "jaxserve-bars", help="models")

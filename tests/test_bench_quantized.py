@@ -37,7 +37,7 @@ def test_the_table_names_what_is_missing() -> None:
 @pytest.mark.skipif(not PEERS.exists(), reason="needs the workloads of the peers' bench")
 def test_one_command_makes_the_table(tmp_path: Path) -> None:
     json_file, table = tmp_path / "table.json", tmp_path / "table.md"
-    given = ["--size", "tiny", "--pairs", "2", "--megabytes", "2", "--outer", "512", "--inner", "256"]
+    given = ["--size", "15m", "--tiny", "--pairs", "2", "--megabytes", "2", "--outer", "512", "--inner", "256"]
     places = ["--files", str(tmp_path), "--peers", str(PEERS), "--out", str(json_file), "--markdown", str(table)]
     main([*given, "--workloads", "A", "--forms", "int4, int8 activations", *places])
     found = json.loads(json_file.read_text())
