@@ -1,7 +1,7 @@
 """Measures quantized weights in one run: products, our forms against our bfloat16, and other engines on the same files.
 
     python scripts/bench_quantized.py --size 1b --out table.json --markdown table.md
-    python scripts/bench_quantized.py --size 15m --tiny --pairs 2 --megabytes 4 --out t.json --markdown t.md  # no numbers
+    python scripts/bench_quantized.py --size 15m --tiny --pairs 2 --megabytes 4 --out t.json --markdown t.md
 
 Engines take turns: each pair runs bfloat16 (or the other engine) and the form one after the other, each in a process of
 its own, with the workloads of ``../shared/bench/peers`` (A is one stream, B and C have 32 requests). A ratio is the
