@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--no-enable-prefix-caching", dest="enable_prefix_caching", action="store_false")
     parser.add_argument("--deterministic", action=argparse.BooleanOptionalAction, help="as the engine's option")
     parser.add_argument("--kernels", choices=("native", "xla"), help="as the engine's option")
+    parser.add_argument("--quantization-config", type=json.loads, help="as the engine's option, JSON")
     parser.add_argument("--attention", action="store_true", help="time decode steps at contexts 128 to 4096")
     options = parser.parse_args()
     settings: dict[str, Any] = {
@@ -53,6 +54,8 @@ def main() -> None:
         "kernels": options.kernels,
         "kv_cache_memory_bytes": 2 << 30,
     }
+    if options.quantization_config:
+        settings["quantization_config"] = options.quantization_config
     if options.max_num_batched_tokens:
         settings["max_num_batched_tokens"] = options.max_num_batched_tokens
     with LLM(options.model, **settings) as llm:
@@ -63,6 +66,7 @@ def main() -> None:
         options.threads = 0
         name = "jaxserve" + {None: "", True: " deterministic", False: " not deterministic"}[options.deterministic]
         name += f" {options.kernels}" if options.kernels else ""
+        name += f" {json.dumps(options.quantization_config)}" if options.quantization_config else ""
         name += "" if options.enable_prefix_caching else " without prefix caching"
         workloads.measure(name, importlib.metadata.version("jaxserve"), options.dtype, options, Driver(llm))
 
