@@ -240,16 +240,18 @@ class Leader:
                 self._diverged(member, number)
 
     def results(self, rank: int, number: int) -> bytes:
-        """Wait for what a follower reports of a step.
+        """Wait for what a follower reports of a step; what it reported of steps that a reset has dropped is ignored.
 
         Raises:
             JaxserveError: It failed.
         """
-        found = self._members[rank].inbox.get()
-        if isinstance(found, JaxserveError):
-            raise found
-        assert isinstance(found, Results) and found.number == number, f"expected results of step {number}, got {found}"
-        return found.data
+        while True:
+            found = self._members[rank].inbox.get()
+            if isinstance(found, JaxserveError):
+                raise found
+            assert isinstance(found, Results) and found.number <= number, f"expected results of {number}, got {found}"
+            if found.number == number:
+                return found.data
 
     def fail(self, error: BaseException) -> None:
         """Let the group end because of an error on a thread of this process."""

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.api.errors import ConfigError
+from jaxserve.api.errors import ConfigError, EngineDeadError
 from jaxserve.device.build import EnginePlan
 from jaxserve.device.runner_interface import RowError, StepResult
-from jaxserve.group.messages import Addresses
+from jaxserve.group.leader import Leader
+from jaxserve.group.messages import Addresses, Results
 from jaxserve.group.own_part import OwnPart
 from jaxserve.group.peers import Peers
 from jaxserve.group.results import decode_results, encode_results, merged
@@ -179,6 +180,16 @@ def test_results_of_all_stages_are_merged() -> None:
     assert result.expert_tokens is not None and result.expert_tokens[:, 0].tolist() == [0, 1, 1, 2]
     (result,) = merged([own[0]._replace(tokens=[[5]])], {1: middle}, sampler=0)
     assert result.tokens == [[5]]
+
+
+def test_results_of_steps_that_a_reset_has_dropped_are_ignored() -> None:
+    leader, inbox = Leader(place(0), print), queue.SimpleQueue[object]()
+    leader._members[1] = SimpleNamespace(inbox=inbox)  # pyright: ignore[reportArgumentType]
+    for found in (Results(3, b"3"), Results(4, b"4"), EngineDeadError("rank 1 has ended")):
+        inbox.put(found)
+    assert leader.results(1, 4) == b"4"
+    with pytest.raises(EngineDeadError, match="rank 1 has ended"):
+        leader.results(1, 5)
 
 
 class WaitingRunner:
