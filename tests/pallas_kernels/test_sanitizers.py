@@ -2,8 +2,8 @@
 
 A child process runs every case, and a library in front of the kernels writes each call to a file
 (``replay/record.c``). A program with the kernels and a sanitizer in it makes the calls again (``replay/replay.c``),
-with every buffer in memory of its own, and compares one thread with several. The index of drafts, which Python calls, has
-such a test of its own.
+with every buffer in memory of its own, and compares one thread with several. The index of drafts, which Python calls,
+has such a test of its own.
 """
 
 import os
