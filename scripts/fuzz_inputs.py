@@ -12,6 +12,7 @@ the exit status is 1: mend the product, and add the input to ``tests/fuzzing/cor
 """
 
 import argparse
+import importlib
 import random
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -59,8 +61,7 @@ def _in_own_process(name: str, options: argparse.Namespace) -> int:
 
 def _with_coverage(name: str, options: argparse.Namespace) -> int:
     """Fuzz a target with libFuzzer, which ends this process."""
-    import atheris  # pyright: ignore[reportMissingImports]
-
+    atheris: Any = importlib.import_module("atheris")
     packages = _packages(name)
     with atheris.instrument_imports(include=packages, enable_loader_override=False):
         target = load(name)

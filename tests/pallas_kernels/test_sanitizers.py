@@ -1,6 +1,6 @@
 """Every native kernel under the sanitizers of addresses, undefined behaviour and threads, with the shapes of its cases.
 
-A child process runs every case, and a library in front of the kernels' own writes each call to a file
+A child process runs every case, and a library in front of the kernels writes each call to a file
 (``replay/record.c``). A program with the kernels and a sanitizer in it makes the calls again (``replay/replay.c``),
 with every buffer in memory of its own, and compares one thread with several. The index of drafts, which Python calls,
 has such a test of its own.

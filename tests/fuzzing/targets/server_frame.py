@@ -40,7 +40,7 @@ _OUTPUT = RequestOutput(
 _MESSAGES = (
     *(Start({"model": "demo"}, 5.0), Cancel([1, 2]), Query(1, "metrics", {}), Stop(1.0), Heartbeat()),
     *(Submit(1, Request(request_id="a", text="x", params=_PARAMS), 0.5), Outputs([(1, _OUTPUT)])),
-    *(EngineInfo(model_pb2.Model(root="m"), {}, ParserNames()), Failure(sendable_error(KeyError("x")))),
+    *(EngineInfo(model_pb2.Model(root="m"), {}, parsers=ParserNames()), Failure(sendable_error(KeyError("x")))),
     QueryResult(1, [Counter("a", {"b": "c"}, 1.0), Gauge("d", {}, 2.0), (1, 2)]),
 )
 
