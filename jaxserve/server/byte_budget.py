@@ -102,9 +102,9 @@ def rendering_bytes(config: ServerConfig) -> int:
 
 def request_bytes(request: Request, model: model_pb2.Model) -> int:
     """Estimate the bytes that a request takes in all processes from its admission to its end, its outputs aside."""
-    texts, ids = [request.text, request.chat], request.token_ids
-    num_tokens = min(_size(texts) // 2, model.max_model_len) if ids is None else len(ids)
-    num_bytes = conversion_bytes(text=texts, num_tokens=num_tokens)
+    text_bytes, ids = _size([request.text, request.chat]), request.token_ids
+    num_tokens = min(text_bytes // 2, model.max_model_len) if ids is None else len(ids)
+    num_bytes = (_TEXT_COPIES + _TOKENIZING_BYTES) * text_bytes + _TOKEN_BYTES * num_tokens
     if request.pooling is not None:
         return num_bytes + _SAMPLE_BYTES
     return num_bytes + _SAMPLE_BYTES * request.params.n + _option_bytes(request.params, num_tokens, model)

@@ -160,8 +160,9 @@ class Ledger:
 
     def _check_overload(self, caller: Caller, num_seqs: int) -> None:
         own_limit, num_own = caller.max_concurrent_requests, self._by_caller[caller.name]
-        is_full = self._limit is not None and self.num_in_flight + num_seqs > self._limit
-        if is_full and num_own + num_seqs > self._part(self._limit, caller.name):
+        limit = self._limit
+        is_full = limit is not None and self.num_in_flight + num_seqs > limit
+        if limit is not None and is_full and not self._has_part(num_own + num_seqs, limit, caller.name):
             self._refuse(
                 f"queue full: {self.num_in_flight} sequences in flight, limit {self._limit} (max_num_seqs + "
                 f"max_num_queued_reqs), and this request has {num_seqs}; retry later"
@@ -172,9 +173,9 @@ class Ledger:
                 "retry later"
             )
 
-    def _part(self, limit: int, caller: str) -> int:
-        """Return an equal part of a limit, of the callers that have sequences in flight and this one."""
-        return limit // len({*self._by_caller, caller})
+    def _has_part(self, num_own: int, limit: int, caller: str) -> bool:
+        """Return whether a number is at most an equal part of a limit, of all callers in flight and this one."""
+        return num_own <= limit // len({*self._by_caller, caller})
 
     def _check_rate(self, name: str, rate: int) -> None:
         """Count a request for its caller's rate."""
@@ -219,7 +220,7 @@ class Ledger:
         limit, num_waiting = self._max_num_queued_tokens, self._num_waiting_tokens - entry.num_waiting_tokens
         num_own = self._waiting_tokens[entry.caller] - entry.num_waiting_tokens
         is_full = limit is not None and num_waiting + num_tokens > limit
-        if is_full and num_own + num_tokens > self._part(limit, entry.caller):
+        if limit is not None and is_full and not self._has_part(num_own + num_tokens, limit, entry.caller):
             raise OverloadedError(
                 f"queue full: {num_waiting} prompt tokens waiting, limit {limit} (max_num_queued_tokens), and this "
                 f"prompt has {num_tokens}; retry later"

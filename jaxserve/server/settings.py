@@ -123,7 +123,8 @@ class ServerConfig:
         max_connections: Maximum number of connections of the HTTP listener, and of each gRPC listener.
         max_connections_per_address: Maximum number of HTTP connections of one client address; a proxy's is one. gRPC's
             library cannot limit them by address: there only ``max_connections`` holds.
-        max_num_queued_reqs: Maximum number of waiting sequences; None: 4 times ``max_num_seqs``.
+        max_num_queued_reqs: Maximum number of waiting sequences; None: 4 times ``max_num_seqs``. An API key that has
+            less than an equal part of those in flight is admitted nevertheless; the same holds for waiting tokens.
         max_num_queued_tokens: Maximum number of prompt tokens of waiting sequences; None: 64 times ``max_model_len``.
         max_admitted_bytes: Maximum number of bytes of host memory that all requests in flight take: bodies, texts,
             tokens, options, logprobs and outputs that wait, as estimated when they are admitted. Others are rejected

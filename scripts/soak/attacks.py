@@ -151,12 +151,12 @@ class Kind(NamedTuple):
     """A kind of request.
 
     Attributes:
-        count: How many workers send it.
+        num_workers: How many send it at a time.
         path: Of the request.
         make: Makes a body.
     """
 
-    count: int
+    num_workers: int
     path: str
     make: Callable[[random.Random], Body]
 

@@ -16,7 +16,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -74,7 +74,7 @@ class Hostile:
 
     def attacks(self) -> dict[str, tuple[int, _Attack]]:
         """What is done at a time: how many of each."""
-        bodies = {name: (kind.count, self._whole(name)) for name, kind in KINDS.items() if kind.count}
+        bodies = {name: (kind.num_workers, self._whole(name)) for name, kind in KINDS.items() if kind.num_workers}
         return {
             **bodies,
             "grpc call": (4, self.grpc_call),
@@ -174,7 +174,9 @@ class Hostile:
         return generator.choice(self._messages[name])
 
     @contextlib.asynccontextmanager
-    async def _connection(self, local: str | None = None) -> Any:
+    async def _connection(
+        self, local: str | None = None
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         where = None if local is None else (local, 0)
         reader, writer = await asyncio.open_connection(self._host, self._port, local_addr=where, limit=1024)
         try:
@@ -196,7 +198,7 @@ class Hostile:
         """Never read a stream."""
         async with self._connection() as (_, writer):
             writer.write(self._message("long stream", generator))
-            writer.transport.pause_reading()
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
             await asyncio.sleep(generator.uniform(1.0, 20.0))
         return "left"
 
@@ -225,7 +227,7 @@ class Hostile:
         async with self._connection() as (_, writer):
             writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
             writer.write(self._message("plain", generator) * 20)
-            writer.transport.pause_reading()
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
             await asyncio.sleep(generator.uniform(0.5, 5.0))
         return "left"
 
@@ -233,10 +235,8 @@ class Hostile:
         """Open streams of reflection and of health that say nothing, on one connection."""
         (channel,) = open_channels(self._grpc, 1)
         try:
-            reflections, healths = (
-                reflection_pb2_grpc.ServerReflectionStub(channel),
-                health_pb2_grpc.HealthStub(channel),
-            )
+            reflections: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+            healths: Any = health_pb2_grpc.HealthStub(channel)
             opened: list[Any] = [reflections.ServerReflectionInfo() for _ in range(150)]
             opened += [healths.Watch(health_pb2.HealthCheckRequest()) for _ in range(150)]
             await asyncio.sleep(generator.uniform(3.0, 10.0))

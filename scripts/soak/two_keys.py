@@ -135,7 +135,7 @@ class _Other:
         self._server, self._report, self._seed = server, report, seed
 
     async def begin(self, kind: str, seconds: float, num_sequences: int = 0) -> "asyncio.Task[None]":
-        """Send for some time, once all bodies are made. The task returned notes what became of the requests."""
+        """Send for some time, once all bodies are made. The task returned notes the outcomes of the requests."""
         options = {
             "http": self._server.http, "grpc": self._server.grpc, "key": KEYS["other"], "seed": self._seed,
             "seconds": seconds, "sequences": num_sequences,

@@ -294,7 +294,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _drop_error(reading: "asyncio.Future[Any]") -> None:
-    """Look at a future's error, so that asyncio does not log that nobody has."""
+    """Look at a future's error, which asyncio would log otherwise."""
     if not reading.cancelled():
         reading.exception()
 
