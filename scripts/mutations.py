@@ -133,6 +133,48 @@ MUTATIONS = (
         "rate = device.bytes_per_s * device.bandwidth_share / sharing / sharing",
         ("tests/jaxserve/lab/test_lab_plan.py", "tests/jaxserve/lab/test_calibration.py"),
     ),
+    Mutation(
+        "states: one is saved a token late",
+        "jaxserve/device/batch.py",
+        'views["query_starts"][row] + num_tokens - 1',
+        'views["query_starts"][row] + num_tokens',
+        ("tests/jaxserve/test_hybrids.py",),
+    ),
+    Mutation(
+        "states: rows have those of their neighbours",
+        "jaxserve/device/batch.py",
+        'views["state_pages"][: len(rows)] = pages',
+        'views["state_pages"][: len(rows)] = np.roll(pages, 1)',
+        ("tests/jaxserve/test_hybrids.py",),
+    ),
+    Mutation(
+        "states: the tail of a convolution stays where it is",
+        "pallas_kernels/recurrent_states.py",
+        "return tuple(copy_pool_pages(array, sources, targets) for array in arrays)",
+        "return (arrays[0], *(copy_pool_pages(array, sources, targets) for array in arrays[1:]))",
+        ("tests/jaxserve/test_hybrids.py",),
+    ),
+    Mutation(
+        "states: a cached prompt goes on without its checkpoint",
+        "jaxserve/scheduling/step.py",
+        "if sequence.state_source not in (-1, sequence.state_page):",
+        "if sequence.state_source < -1:",
+        ("tests/jaxserve/test_state_events.py",),
+    ),
+    Mutation(
+        "states: a rejected draft stays in one",
+        "jaxserve/scheduling/drafts.py",
+        "sequence.restart = sequence.draft_length if sequence.draft_page >= 0 else -1",
+        "sequence.restart = -1",
+        ("tests/jaxserve/test_state_events.py",),
+    ),
+    Mutation(
+        "reshard: a state moves to another one's page",
+        "jaxserve/reshard/cache_moves.py",
+        "moves.append(StateMove(lane, checkpoint.page, target))",
+        "moves.append(StateMove(lane, states[0][1][0].page, target))",
+        ("tests/jaxserve/test_state_events.py",),
+    ),
 )
 
 

@@ -28,8 +28,8 @@ NUM_DRAFTS = 3
 PARAMS = SamplingParams(temperature=0.0, max_tokens=30, logprobs=1)
 Check = Callable[[list[int], list[int]], None]
 """Receives the tokens of a sequence and the drafts that the device has made after them."""
-DRAFTED = [("qwen3-5", "tp1"), ("lfm2", "pp2"), ("falcon-h1", "tp2"), ("mamba2", "tp1"), ("nemotron-h", "context2")]
-MTP = [("qwen3-5", "tp1"), ("qwen3-next", "tp2"), ("qwen3-5-moe", "pp2")]
+DRAFTED = [("qwen3-5", "tp1"), ("lfm2", "tp2"), ("falcon-h1", "tp2"), ("mamba2", "tp1"), ("nemotron-h", "context2")]
+MTP = [("qwen3-5", "tp1"), ("qwen3-next", "tp2"), ("qwen3-5-moe", "tp1")]
 
 
 def make(name: str, directory: Path) -> Any:
