@@ -25,6 +25,7 @@ NOT_RUN = {
     "bash scripts/test.sh": "runs these tests",
     "jaxserve serve": "the requests of these pages run against such a server",
     "jaxserve bench serve": "runs against the server below",
+    "srun": "tests/jaxserve/group/test_slurm.py starts groups where SLURM is",
     "jaxserve launch": "tests/jaxserve/group and tests/faults/test_group.py start groups",
     "head -c 32 /dev/urandom": "would leave a secret in the repository",
 }

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from checkpoints.tensor_info import index_bounds
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.stage import Stage
@@ -175,7 +176,8 @@ def _stored(array: np.ndarray, param: LogicalParam, model: AbstractModel) -> dic
     plain = jax.device_put(array, param.struct.sharding)
     shards: dict[str, list[jax.Array]] = {path: [] for path in param.arrays}
     for shard in plain.addressable_shards:
-        for path, part in zip(param.arrays, param.fill(np.asarray(shard.data)), strict=True):
+        bounds = index_bounds(shard.index, array.shape)
+        for path, part in zip(param.arrays, param.fill(np.asarray(shard.data), bounds), strict=True):
             shards[path].append(jax.device_put(part, shard.device))
     structs = {path: model.params[path] for path in param.arrays}
     return {

@@ -184,3 +184,21 @@ def _proof(place: GroupPlace, nonce: bytes, hello: Hello) -> bytes:
 
 def _sign(place: GroupPlace, role: bytes, data: bytes) -> bytes:
     return hmac.new(place.secret, role + b"\0" + data, hashlib.sha256).digest()
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that waits for connections; raises ConfigError if it cannot."""
+    try:
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((address, port), family=family)
+    except OSError as error:
+        raise ConfigError(f"master_addr, master_port: cannot listen at {address}:{port}: {error}") from error
+
+
+def check_free(address: str, port: int) -> None:
+    """Raise ConfigError unless JAX's coordinator can have its port, which it would share with another job's."""
+    try:
+        with listen(address, port):
+            pass
+    except ConfigError as error:
+        raise ConfigError(f"master_port + 1 is for JAX's coordinator: {error}") from error

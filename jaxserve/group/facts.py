@@ -12,9 +12,10 @@ import jax
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
-from jaxserve.device.build import EnginePlan, find_model
+from jaxserve.device.build import EnginePlan, find_model, plan_engine
 from jaxserve.layers.cpu import cpu_key
 from pallas_kernels.native_library import unavailable
+from sharding.processes import Processes
 
 _OWN_SETTINGS = frozenset(
     "model tokenizer download_dir hf_token compilation_cache_dir compilation_cache_max_bytes chat_template "
@@ -112,3 +113,11 @@ def difference(facts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str 
             if name not in _LEAST and mine != theirs:
                 return f"{names[rank]} differs from {names[0]} in {name}: {theirs} instead of {mine}"
     return None
+
+
+def agreed_plan(config: EngineConfig, plan: EnginePlan, numbers: dict[str, int], processes: Processes) -> EnginePlan:
+    """Return the plan with the numbers that all processes use."""
+    if (plan.models[0].num_pages, plan.max_model_len) == (numbers["num_pages"], numbers["max_model_len"]):
+        return plan
+    changes = {"num_gpu_blocks_override": numbers["num_pages"], "max_model_len": numbers["max_model_len"]}
+    return plan_engine(dataclasses.replace(config, **changes), plan.config, processes)

@@ -25,9 +25,8 @@ from jaxserve.device.runner import LocalRunner
 from jaxserve.device.start import make_runners
 from jaxserve.group.connection import PeerConnection, introduce, open_connection
 from jaxserve.group.digests import Digests
-from jaxserve.group.facts import early_facts, plan_facts
+from jaxserve.group.facts import agreed_plan, early_facts, plan_facts
 from jaxserve.group.job import join_job
-from jaxserve.group.leader import agreed_plan
 from jaxserve.group.messages import (
     Addresses,
     Agreed,

@@ -1,7 +1,6 @@
 """Process 0 of a group: waits for the others, compares what they are about to run, and leads their steps."""
 
 import contextlib
-import dataclasses
 import logging
 import queue
 import socket
@@ -14,8 +13,8 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.api.metric_types import Counter, Metric
 from jaxserve.device.build import EnginePlan, plan_engine
-from jaxserve.group.connection import greet, machine_name, open_connection, welcome
-from jaxserve.group.facts import difference, early_facts, least, plan_facts
+from jaxserve.group.connection import check_free, greet, listen, machine_name, open_connection, welcome
+from jaxserve.group.facts import agreed_plan, difference, early_facts, least, plan_facts
 from jaxserve.group.job import join_job
 from jaxserve.group.members import Member, SilenceLimits
 from jaxserve.group.messages import (
@@ -101,8 +100,8 @@ class Leader:
         place, deadline_s = self.place, time.monotonic() + self.place.join_timeout
         if place.certfile is not None:
             check_certificate(place)
-        _check_free(place.address, place.coordinator_port)
-        with _listen(place.address, place.port) as listener:
+        check_free(place.address, place.coordinator_port)
+        with listen(place.address, place.port) as listener:
             lock = threading.Lock()
             logger.info("waiting for %d processes at %s:%d", place.count - 1, place.address, place.port)
             while len(self._members) < place.count - 1:
@@ -385,28 +384,3 @@ class Leader:
 
     def _names(self) -> list[str]:
         return [f"rank 0 (host {host_name()})", *(member.name for member in self.members)]
-
-
-def agreed_plan(config: EngineConfig, plan: EnginePlan, numbers: dict[str, int], processes: Processes) -> EnginePlan:
-    """Return the plan with the numbers that all processes use."""
-    if (plan.models[0].num_pages, plan.max_model_len) == (numbers["num_pages"], numbers["max_model_len"]):
-        return plan
-    changes = {"num_gpu_blocks_override": numbers["num_pages"], "max_model_len": numbers["max_model_len"]}
-    return plan_engine(dataclasses.replace(config, **changes), plan.config, processes)
-
-
-def _listen(address: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((address, port), family=family)
-    except OSError as error:
-        raise ConfigError(f"master_addr, master_port: cannot listen at {address}:{port}: {error}") from error
-
-
-def _check_free(address: str, port: int) -> None:
-    """Raise ConfigError unless JAX's coordinator can have its port, which it would share with another job's."""
-    try:
-        with _listen(address, port):
-            pass
-    except ConfigError as error:
-        raise ConfigError(f"master_port + 1 is for JAX's coordinator: {error}") from error

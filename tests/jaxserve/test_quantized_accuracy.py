@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +21,8 @@ FORMS = [(method, None) for method in METHODS] + [("int4_group", "int8"), ("int8
 TEXT = "Question: 12+30= Answer: 42. Repeat: apple pear plum. Sort: 5 3 9 1. " * 6
 
 
-def accuracy(**settings: object) -> float:
-    with LLM("demo", **settings) as llm:  # type: ignore[arg-type]
+def accuracy(**settings: Any) -> float:
+    with LLM("demo", **settings) as llm:
         found = demo_accuracy(llm, ITEMS)
     return float(np.mean([share for forms in found.values() for share in forms.values()]))
 

@@ -693,6 +693,7 @@ def test_a_broken_order_of_features_is_noticed():
     inputs = quantized_linear.make_inputs(case, KEY)
     expected = quantized_linear.expected(case, inputs)
     prepared = quantized_linear.prepare(quantized_linear_native, case, inputs)
+    assert inputs.order is not None
     for order, is_right in ((inputs.order, True), (jnp.roll(inputs.order, 1), False), (inputs.order % 230, False)):
         result = quantized_linear.run(quantized_linear_native, case, prepared._replace(order=order))
         assert quantized_linear.compare(case, inputs, result, expected).is_right == is_right

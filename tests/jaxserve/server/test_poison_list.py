@@ -48,6 +48,7 @@ def test_one_that_waited_is_not_to_blame() -> None:
     server.frontend.ledger.open(10, max_num_seqs=1)
 
     class Busy:
+        caller = ""
         num_waiting_tokens = 0
         num_seqs = 1
 
