@@ -155,7 +155,9 @@ def test_an_engine_generates_what_the_float_model_does(settings: dict[str, int],
     for directory in (plain, quantized):
         with LLM(str(directory), warm_up=False, **common, **settings) as llm:
             outputs.append([output.outputs[0] for output in llm.generate(prompts, params)])
-    assert outputs[0] == outputs[1]
+    for expected, found in zip(*outputs, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("value", [0, 1])
