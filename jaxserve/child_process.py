@@ -16,6 +16,10 @@ logger = logging.getLogger(__name__)
 
 READY = "ready"
 """The line that a child of a ``ProcessPool`` writes when it is ready for jobs."""
+EXIT_FAILED = 70
+"""Exit status of a process of an engine after a failure: EX_SOFTWARE."""
+EXIT_BAD_START = 2
+"""Exit status of one that could not start."""
 _START_LIMIT_S = 60.0
 _KEPT = frozenset(("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"))
 _KEPT_PREFIXES = ("PYTHON", "LC_", "MALLOC_")
@@ -26,6 +30,11 @@ def end_of(status: int | None) -> str:
     if status is not None and status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"ended with status {status}"
+
+
+def shell_status(status: int) -> int:
+    """Return an exit status, as ``subprocess`` has it, in the form of shells, which have no negative ones."""
+    return status if status >= 0 else 128 - status
 
 
 class LineProcess:

@@ -4,9 +4,11 @@ import contextlib
 import dataclasses
 import hashlib
 import hmac
+import logging
 import os
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,12 @@ from jaxserve.group.messages import (
     ToLeader,
     Welcome,
 )
-from jaxserve.group.secure_link import SecureLink
+from jaxserve.group.secure_link import SecureLink, reason_of
 from jaxserve.group.settings import GroupPlace, host_name
 
+logger = logging.getLogger(__name__)
+
+_HANDSHAKE_S = 10.0
 _NONCE_BYTES = 32
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -121,6 +126,57 @@ def open_connection(
     return made
 
 
+def dial(address: str, port: int, place: GroupPlace, peer_name: str | None) -> PeerConnection:
+    """Connect to another process of the group; both show that they have the secret.
+
+    Args:
+        address: Address of the process.
+        port: Its port.
+        place: The place of this process in the group.
+        peer_name: See ``open_connection``.
+
+    Raises:
+        OSError: It cannot be reached, has ended, or is none of the group.
+        ConfigError: It refuses this process, or does not have the secret.
+    """
+    link = socket.create_connection((address, port), timeout=place.join_timeout)
+    connection = open_connection(link, place, is_leader=False, peer_name=peer_name)
+    with contextlib.ExitStack() as failing:
+        failing.callback(connection.close)
+        introduce(connection, place)
+        connection.set_timeout(None)
+        failing.pop_all()
+    return connection
+
+
+def admit(
+    link: socket.socket, address: str, place: GroupPlace, take: Callable[[Hello, PeerConnection], str | None]
+) -> None:
+    """Take a process in that has connected and shows that it has the secret, or tell it why not.
+
+    Args:
+        link: The socket, connected.
+        address: Its address, for the log.
+        place: The place of this process in the group.
+        take: Calls ``welcome`` and keeps the connection, or returns why it does not.
+    """
+    link.settimeout(_HANDSHAKE_S)
+    try:
+        connection = open_connection(link, place, is_leader=True)
+    except OSError as error:
+        logger.warning("refused a connection from %s: %s", address, reason_of(error))
+        return
+    try:
+        problem = take(greet(connection, place), connection)
+        if problem is None:
+            return
+        logger.warning("refused a process at %s: %s", address, problem)
+        connection.send(End(problem))
+    except OSError as error:
+        logger.warning("refused a connection from %s: %s", address, error)
+    connection.close()
+
+
 def greet(connection: PeerConnection, place: GroupPlace) -> Hello:
     """Let a process that has connected show that it has the secret, and return what it says of itself.
 
@@ -186,11 +242,16 @@ def _sign(place: GroupPlace, role: bytes, data: bytes) -> bytes:
     return hmac.new(place.secret, role + b"\0" + data, hashlib.sha256).digest()
 
 
+def open_listener(address: str, port: int) -> socket.socket:
+    """Return a socket that waits for connections; raises OSError if it cannot. Port 0: any that is free."""
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((address, port), family=family)
+
+
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that waits for connections; raises ConfigError if it cannot."""
+    """Return the socket at which process 0 waits for the others; raises ConfigError if it cannot be had."""
     try:
-        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((address, port), family=family)
+        return open_listener(address, port)
     except OSError as error:
         raise ConfigError(f"master_addr, master_port: cannot listen at {address}:{port}: {error}") from error
 

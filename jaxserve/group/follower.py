@@ -6,7 +6,6 @@ import logging
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -19,11 +18,12 @@ import jax
 
 from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.api.errors import ConfigError
+from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED
 from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.device.program_cache import check_entries, use_compilation_cache
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.start import make_runners
-from jaxserve.group.connection import PeerConnection, introduce, open_connection
+from jaxserve.group.connection import PeerConnection, dial
 from jaxserve.group.digests import Digests
 from jaxserve.group.facts import agreed_plan, early_facts, plan_facts
 from jaxserve.group.job import join_job
@@ -57,10 +57,6 @@ from sharding.processes import Processes
 
 logger = logging.getLogger(__name__)
 
-EXIT_FAILED = 70
-"""Exit status after a failure of the group: EX_SOFTWARE."""
-EXIT_BAD_START = 2
-"""Exit status if the group could not start."""
 _BEAT_S = 1.0
 _SILENT_S = 15.0  # the leader notices a silent follower before
 _SILENT_AT_START_S = 90.0
@@ -281,14 +277,7 @@ def _connected(place: GroupPlace) -> PeerConnection:
     until_s = time.monotonic() + place.join_timeout
     while True:
         try:
-            link = socket.create_connection((place.address, place.port), timeout=place.join_timeout)
-            connection = open_connection(link, place, is_leader=False, peer_name=place.address)
-            with contextlib.ExitStack() as failing:
-                failing.callback(connection.close)
-                introduce(connection, place)
-                connection.set_timeout(None)
-                failing.pop_all()
-            return connection
+            return dial(place.address, place.port, place, peer_name=place.address)
         except OSError as error:
             if is_distrust(error):
                 raise ConfigError(f"process 0 at {place.address}:{place.port}: {reason_of(error)}") from error

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from jaxserve.api.errors import ConfigError
-from jaxserve.child_process import child_environment, end_of
+from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED, child_environment, end_of, shell_status
 from jaxserve.group.settings import SECRET_BYTES
 
 logger = logging.getLogger(__name__)
@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 HELP = "run a command in several processes on this machine that share one engine"
 _POLL_S = 0.1
 _PATIENCE_S = 5.0  # for the others once one has ended
-_BAD_START = 2
-_FAILED = 70
 LOOPBACK = "127.0.0.1"
 """Address of processes that are all on this machine."""
 _OWN_FLAGS = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless", "--group-secret-file")
@@ -82,8 +80,8 @@ def follow(command: Sequence[str]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, pass_on)
         status = processes[-1].wait()
-        if status in (0, _BAD_START) or num_signals:
-            return _as_exit(status)
+        if status in (0, EXIT_BAD_START) or num_signals:
+            return shell_status(status)
         logger.error("this process of the group %s; it is started again", end_of(status))
 
 
@@ -117,7 +115,7 @@ class Launcher:
                 time.sleep(_POLL_S)
                 self._look_after_followers()
             self._wait_for_all()
-            return _as_exit(leader.returncode) or (_FAILED if self._has_failed else 0)
+            return shell_status(leader.returncode) or (EXIT_FAILED if self._has_failed else 0)
         finally:
             for process in self._processes:
                 if process.popen.poll() is None:
@@ -191,11 +189,6 @@ class Launcher:
         """Pass a signal on to process 0, which drains and lets the others end."""
         for process in self._processes[:1]:
             process.popen.send_signal(number)
-
-
-def _as_exit(status: int) -> int:
-    """Return the status with which shells report a process that a signal has killed."""
-    return status if status >= 0 else 128 - status
 
 
 def free_ports(address: str = LOOPBACK) -> int:

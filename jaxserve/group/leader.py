@@ -13,7 +13,7 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.api.metric_types import Counter, Metric
 from jaxserve.device.build import EnginePlan, plan_engine
-from jaxserve.group.connection import check_free, greet, listen, machine_name, open_connection, welcome
+from jaxserve.group.connection import PeerConnection, admit, check_free, listen, machine_name, welcome
 from jaxserve.group.facts import agreed_plan, difference, early_facts, least, plan_facts
 from jaxserve.group.job import join_job
 from jaxserve.group.members import Member, SilenceLimits
@@ -33,14 +33,13 @@ from jaxserve.group.messages import (
     ToFollower,
 )
 from jaxserve.group.peers import Peers
-from jaxserve.group.secure_link import check_certificate, reason_of
+from jaxserve.group.secure_link import check_certificate
 from jaxserve.group.settings import GroupPlace, host_name
 from jaxserve.group.stage_ranks import StageRanks
 from sharding.processes import Processes
 
 logger = logging.getLogger(__name__)
 
-_HANDSHAKE_S = 10.0
 _BEAT_S = 1.0
 _OTHERS_S = 0.5  # for the process that ended first, when several report their ends
 _STACKS_S = 2.0
@@ -116,25 +115,16 @@ class Leader:
 
     def _accept(self, link: socket.socket, address: str, lock: threading.Lock) -> None:
         """Take a process in, or tell it why not."""
-        link.settimeout(_HANDSHAKE_S)
-        try:
-            connection = open_connection(link, self.place, is_leader=True)
-        except OSError as error:
-            logger.warning("refused a connection from %s: %s", address, reason_of(error))
-            return
-        try:
-            hello = greet(connection, self.place)
+
+        def take(hello: Hello, connection: PeerConnection) -> str | None:
             with lock:
                 problem = self._problem(hello)
                 if problem is None:
                     welcome(connection, self.place, hello)
                     self._members[hello.rank] = Member(hello, connection)
-                    return
-            logger.warning("refused a process at %s: %s", address, problem)
-            connection.send(End(problem))
-        except OSError as error:
-            logger.warning("refused a connection from %s: %s", address, error)
-        connection.close()
+                return problem
+
+        admit(link, address, self.place, take)
 
     def _problem(self, hello: Hello) -> str | None:
         if hello.count != self.place.count:

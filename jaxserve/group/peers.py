@@ -1,10 +1,8 @@
 """Direct connections between the processes of a group, for what pipeline stages hand over to each other."""
 
 import collections
-import contextlib
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,14 +11,13 @@ import jax
 import numpy as np
 
 from jaxserve.api.errors import ConfigError
-from jaxserve.group.connection import PeerConnection, greet, introduce, open_connection, welcome
-from jaxserve.group.messages import Addresses, End, Listening, Shard
+from jaxserve.group.connection import PeerConnection, admit, dial, open_listener, welcome
+from jaxserve.group.messages import Addresses, Hello, Listening, Shard
 from jaxserve.group.secure_link import reason_of
 from jaxserve.group.settings import GroupPlace
 
 logger = logging.getLogger(__name__)
 
-_HANDSHAKE_S = 10.0
 _POLL_S = 0.2
 
 
@@ -35,8 +32,7 @@ class Peers:
 
     def __init__(self, place: GroupPlace, host: str, on_failure: Callable[[BaseException], object]):
         self._place = place
-        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = open_listener(host, 0)
         self._on_failure = on_failure
         self._connections: dict[int, PeerConnection] = {}
         self._epoch = 0
@@ -73,27 +69,19 @@ class Peers:
                     missing = ", ".join(map(str, sorted(expected - self._connections.keys())))
                     raise ConfigError(f"ranks {missing} did not connect to rank {self._place.rank}")
         for rank, connection in self._connections.items():
-            connection.set_timeout(None)
             threading.Thread(
                 target=self._read, args=(rank, connection), name=f"jaxserve-stages-{rank}", daemon=True
             ).start()
         threading.Thread(target=self._write, name="jaxserve-stages", daemon=True).start()
 
     def _dialled(self, rank: int, host: str, port: int) -> PeerConnection:
-        with contextlib.ExitStack() as failing:
-            try:
-                link = socket.create_connection((host, port), timeout=self._place.join_timeout)
-                name = self._place.address if rank == 0 else None
-                connection = open_connection(link, self._place, is_leader=False, peer_name=name)
-                failing.callback(connection.close)
-                introduce(connection, self._place)
-            except OSError as error:
-                raise ConfigError(
-                    f"rank {self._place.rank} cannot reach rank {rank} at {host}:{port} for what their pipeline stages "
-                    f"hand over: {reason_of(error)}"
-                ) from error
-            failing.pop_all()
-        return connection
+        try:
+            return dial(host, port, self._place, self._place.address if rank == 0 else None)
+        except OSError as error:
+            raise ConfigError(
+                f"rank {self._place.rank} cannot reach rank {rank} at {host}:{port} for what their pipeline stages "
+                f"hand over: {reason_of(error)}"
+            ) from error
 
     def _accept(self, expected: set[int]) -> None:
         """Take one of some ranks in, if it connects soon."""
@@ -102,22 +90,16 @@ class Peers:
             link, address = self._listener.accept()
         except TimeoutError:
             return
-        link.settimeout(_HANDSHAKE_S)
-        try:
-            connection = open_connection(link, self._place, is_leader=True)
-        except OSError as error:
-            logger.warning("refused a connection from %s: %s", address[0], reason_of(error))
-            return
-        try:
-            hello = greet(connection, self._place)
-            if hello.rank in expected:
-                welcome(connection, self._place, hello)
-                self._connections[hello.rank] = connection
-                return
-            connection.send(End(f"rank {hello.rank} is not expected at rank {self._place.rank}"))
-        except OSError as error:
-            logger.warning("refused a connection from %s: %s", address[0], error)
-        connection.close()
+
+        def take(hello: Hello, connection: PeerConnection) -> str | None:
+            if hello.rank not in expected:
+                return f"rank {hello.rank} is not expected at rank {self._place.rank}"
+            welcome(connection, self._place, hello)
+            connection.set_timeout(None)
+            self._connections[hello.rank] = connection
+            return None
+
+        admit(link, address[0], self._place, take)
 
     def close(self) -> None:
         """Close all connections, once no step is in flight in any process."""

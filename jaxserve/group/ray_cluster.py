@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from jaxserve.api.config_checks import parse_mesh
 from jaxserve.api.errors import ConfigError
-from jaxserve.child_process import child_environment, end_of
+from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED, child_environment, end_of, shell_status
 from jaxserve.group.launch import LOOPBACK, free_ports
 from jaxserve.group.settings import SECRET_BYTES, GroupConfig
 
@@ -34,8 +34,6 @@ _POLL_S = 0.2
 _ANSWER_S = 20.0  # for an actor; one that does not answer is lost with its node
 _PATIENCE_S = 5.0  # for the others once one process has failed
 _CLEAN_END_S = 30.0  # likewise once one has ended well
-_BAD_START = 2
-_FAILED = 70
 _SIZES = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size", "expert_parallel_size")
 
 
@@ -149,8 +147,8 @@ class RayLauncher:
             while True:
                 with self._placed() as actors:
                     status = _Gang(self._ray, actors, self).run(self._place(actors), self._command)
-                if status in (0, _BAD_START) or self._is_told or not self._restarts:
-                    return status if status >= 0 else 128 - status
+                if status in (0, EXIT_BAD_START) or self._is_told or not self._restarts:
+                    return shell_status(status)
                 logger.error("rank 0 of the group %s; all processes are started again", end_of(status))
         finally:
             self._ray.shutdown()
@@ -245,7 +243,7 @@ class _Gang:
         for rank in set(range(count)) - self._statuses.keys():
             logger.error("rank %d has not ended %g s after another process; it is killed", rank, patience_s)
             self._send(rank, signal.SIGKILL)
-        return self._statuses.get(0, _FAILED) or (_FAILED if has_failed else 0)
+        return self._statuses.get(0, EXIT_FAILED) or (EXIT_FAILED if has_failed else 0)
 
     def _poll(self) -> None:
         """Wait a moment; pass on signals, and what the processes have written; note which have ended."""
@@ -257,7 +255,7 @@ class _Gang:
                 status, lines = json.loads(self._ray.get(self._actors[rank].poll.remote(), timeout=_ANSWER_S))
             except self._ray.exceptions.RayError as error:
                 logger.error("rank %d is lost with its actor: %s", rank, type(error).__name__)
-                self._statuses[rank] = _FAILED
+                self._statuses[rank] = EXIT_FAILED
                 continue
             for number, line in lines:
                 stream = sys.stdout if (rank, number) == (0, 1) else sys.stderr

@@ -19,6 +19,7 @@ from checkpoints import CheckpointError
 from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.api.errors import ConfigError, JaxserveError
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.model_defaults import generation_defaults
 from jaxserve.engine.startup import StartedEngine, start_engine
@@ -47,10 +48,6 @@ from jaxserve.text.chat_prompt import read_template
 
 logger = logging.getLogger(__name__)
 
-EXIT_FAILED = 70
-"""Exit status after a failure of the engine: EX_SOFTWARE."""
-EXIT_BAD_START = 2
-"""Exit status if the engine could not start."""
 _FLUSH_S = 5.0
 _HEARTBEAT_S = 1.0
 
