@@ -159,25 +159,23 @@ class LocalRunner:
         else:
             for slots, plan in zip(self._lanes, plans, strict=True):
                 slots.starts.advance(plan)
-        output = (
-            self._run_last(inputs, plans) if self._pipeline is None else self._run_stages(self._pipeline, inputs, plans)
-        )
+        output = self._run_last(inputs) if self._pipeline is None else self._run_stages(self._pipeline, inputs, plans)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
         errors = [slots.errors(plan) for slots, plan in zip(self._lanes, plans, strict=True)]
         self._launched.append(PendingStep(output, plans, errors))
 
-    def _run_last(self, inputs: StepInputs, plans: Sequence[StepPlan], *hidden: jax.Array) -> StepOutput:
+    def _run_last(self, inputs: StepInputs, *hidden: jax.Array) -> StepOutput:
         """Launch a step of the last stage, or of the only one; return what this process knows of its outputs."""
         last = self._last
         if inputs.step is None or inputs.mask is None:
             return _NO_OUTPUT
         catch_up, given = last.catch_up, (last.params, last.state, inputs.buffer, inputs.mask)
-        if catch_up is not None and catch_up.waits(plans, inputs.shape):
-            assert isinstance(inputs.step, SplitStep) and inputs.mask is not None
+        if catch_up is not None and catch_up.waits(inputs.plans, inputs.shape):
+            assert isinstance(inputs.step, SplitStep)
             last.state, output, drafting = inputs.step.without_drafting(*given)
             assert drafting is not None
-            if not catch_up.add(plans, inputs.shape, drafting):
+            if not catch_up.add(inputs.plans, inputs.shape, drafting):
                 last.take_in_postponed()
         else:
             last.state, output = inputs.step(*given, *hidden)
@@ -191,7 +189,7 @@ class LocalRunner:
     def _run_stages(self, pipeline: Pipeline, inputs: StepInputs, plans: Sequence[StepPlan]) -> StepOutput:
         """Launch a step of every stage of a pipeline."""
         hidden, expert_tokens = pipeline.run(plans, inputs.shape, inputs.buffer)
-        output = self._run_last(inputs, plans, *hidden)
+        output = self._run_last(inputs, *hidden)
         pipeline.send_back(plans, self._last.state.latest if self._last.is_here else None)
         return output._replace(expert_tokens=[*expert_tokens, *(output.expert_tokens or ())])
 
