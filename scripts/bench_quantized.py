@@ -234,7 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--megabytes", type=int, default=512, help="of weights of cold products")
     parser.add_argument("--outer", type=int, default=8192, help="outputs of the products (default: %(default)s)")
     parser.add_argument("--inner", type=int, default=2048, help="features of the products (default: %(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="few tokens, to see whether everything runs: no numbers")
+    parser.add_argument("--tiny", action="store_true", help="few tokens, to try the script: speeds mean nothing")
     parser.add_argument("--no-other-engines", dest="other_engines", action="store_false")
     parser.add_argument("--peers", type=Path, default=_HERE.parents[1] / "shared" / "bench" / "peers")
     parser.add_argument("--files", type=Path, default=Path.home() / ".cache" / "jaxserve-bars", help="models")

@@ -23,6 +23,14 @@ REQUESTS: tuple[Mapping[str, Any], ...] = (
 )
 
 
+def secret_flags(folder: Path) -> tuple[str, str]:
+    """The flag that names a group's secret, which is written to a folder."""
+    path = folder / "secret"
+    path.write_bytes(os.urandom(32))
+    path.chmod(0o600)
+    return "--group-secret-file", str(path)
+
+
 @contextlib.contextmanager
 def running_group(*flags: str, nproc: int = 2, **settings: Any) -> Iterator[RunningServer]:
     """A server of ``nproc`` processes while the block runs; settings are those of ``running_server``."""

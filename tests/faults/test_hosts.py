@@ -15,7 +15,7 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.group.launch import free_ports
-from tests.group_server import answers, assert_gone, assert_same, expected_answers, family, post
+from tests.group_server import answers, assert_gone, assert_same, expected_answers, family, post, secret_flags
 from tests.launched_server import ENGINE, started, when_ready
 from tests.slow_relay import slow_relay
 
@@ -30,10 +30,7 @@ LAST_WORDS_S = 90.0
 @pytest.fixture
 def secret(tmp_path: Path) -> tuple[str, str]:
     """The flag that names the group's secret."""
-    path = tmp_path / "secret"
-    path.write_bytes(os.urandom(32))
-    path.chmod(0o600)
-    return "--group-secret-file", str(path)
+    return secret_flags(tmp_path)
 
 
 class Host:

@@ -96,7 +96,7 @@ def place_of(rank: int, port: int, count: int = 2, secret: bytes = b"s" * 32, jo
 
 
 STRANGE_FRAMES = (b"", b"\xc1", b"\x81\xc7\0\x5b\4", b"\x81\xc7\0\1\x05", b"\x81\x90\1", b"\xd4\x5b\0")
-"""No message: among them a class that is not in the table, and one with fields of no number."""
+"""Bytes that are no message, such as those of an unknown class, or with a field of another type."""
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 
 from jaxserve.group.launch import free_ports
 from scripts.server_child import REPOSITORY
-from tests.group_server import assert_gone, family, kill, post
+from tests.group_server import assert_gone, family, kill, post, secret_flags
 from tests.server_process import PROGRAMS_CACHE, SMALL_ENGINE, running_server
 
 pytestmark = pytest.mark.slow
@@ -24,11 +24,8 @@ ENGINE = ("--tensor-parallel-size", "2", "--compilation-cache-dir", str(PROGRAMS
 @pytest.fixture
 def place(tmp_path: Path) -> tuple[str, ...]:
     """The flags of both processes that say where they meet."""
-    secret = tmp_path / "secret"
-    secret.write_bytes(os.urandom(32))
-    secret.chmod(0o600)
     address = ("--master-addr", "127.0.0.1", "--master-port", str(free_ports()))
-    return ("--nnodes", "2", *address, "--group-secret-file", str(secret))
+    return ("--nnodes", "2", *address, *secret_flags(tmp_path))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve import LLM
 from scripts.server_child import REPOSITORY
-from tests.group_server import answers, assert_same, expected_answers, post
+from tests.group_server import answers, assert_same, expected_answers, post, secret_flags
 from tests.launched_server import ENGINE, started, when_ready
 
 pytestmark = pytest.mark.slow
@@ -38,10 +38,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 @pytest.fixture
 def secret(tmp_path: Path) -> tuple[str, str]:
     """The flag that names the group's secret."""
-    path = tmp_path / "secret"
-    path.write_bytes(os.urandom(32))
-    path.chmod(0o600)
-    return "--group-secret-file", str(path)
+    return secret_flags(tmp_path)
 
 
 def jobs(slurm: dict[str, str]) -> list[str]:
