@@ -1,13 +1,13 @@
 """Measures quantized weights in one run: products, our forms against our bfloat16, and other engines on the same files.
 
     python scripts/bench_quantized.py --size 1b --out table.json --markdown table.md
-    python scripts/bench_quantized.py --size 15m --tiny --pairs 2 --megabytes 4 --out t.json --markdown t.md
+    python scripts/bench_quantized.py --size 15m --tiny --rounds 2 --megabytes 4 --out t.json --markdown t.md
 
-Engines take turns: each pair runs bfloat16 (or the other engine) and the form one after the other, each in a process of
-its own, with the workloads of ``../shared/bench/peers`` (A is one stream, B and C have 32 requests). A ratio is the
-median of the pairs', with the 95 % interval of their logarithms' mean. Other engines run by ``compare_all.sh`` there,
-where they have been prepared (``prepare_peers.sh``); what is missing is named. Run it on a machine without other work:
-the table says the load that it began with.
+Engines take turns: each round runs all of them once, one after the other, each in a process of its own, with the
+workloads of ``../shared/bench/peers`` (A is one stream, B and C have 32 requests). A ratio is the median over rounds,
+with the 95 % interval of their logarithms' mean. Other engines run by ``compare_all.sh`` there, where they have been
+prepared (``prepare_peers.sh``); what is missing is named. The files are written after each round. Run it on a machine
+without other work: the table says the load that it began with.
 """
 
 import argparse
@@ -41,38 +41,52 @@ class Form(NamedTuple):
     dtype: str = "bfloat16"
 
 
-FORMS: Mapping[str, Form] = {
-    "int8": Form({"linear": "int8_w8a8"}),
-    "int8, head too": Form({"linear": "int8_w8a8", "head": "int8_w8a8"}),
-    "int4, float activations": Form(_INT4),
-    "int4, int8 activations": Form({**_INT4, "activations": "int8"}),
-}
-"""Compared with our bfloat16, on a float checkpoint."""
-
-
-class Peer(NamedTuple):
-    """Another engine and a file that we load too.
+class Ours(NamedTuple):
+    """Our engine on a model.
 
     Attributes:
-        row: Its name in ``compare_all.sh``.
-        file: Our model, relative to the folder of the peers' files; ``SIZE`` stands for the shape.
-        form: How we compute with it.
+        file: The model, relative to the folder of files; ``SIZE`` stands for the shape.
+        form: How its weights are stored.
     """
 
-    row: str
     file: str
     form: Form
 
 
-PEERS: Sequence[Peer] = (
-    Peer("vllm w8a8", "SIZE-w8a8", Form({})),
-    Peer("llama.cpp q8_0", "gguf/SIZE-q8_0.gguf", Form({"activations": "int8"})),
-    Peer("llama.cpp q8_0", "gguf/SIZE-q8_0.gguf", Form({})),
-    Peer("llama.cpp q4_k_m", "gguf/SIZE-q4_k_m.gguf", Form({"activations": "int8"})),
-    Peer("llama.cpp q4_k_m", "gguf/SIZE-q4_k_m.gguf", Form({})),
-    Peer("openvino int8 weights", "SIZE-bf16", FORMS["int8, head too"]),
-    Peer("openvino int4 weights", "SIZE-bf16", FORMS["int4, int8 activations"]),
+_FLOAT = "SIZE-bf16"
+BFLOAT16 = "bfloat16"
+ENGINES: Mapping[str, Ours | str] = {
+    BFLOAT16: Ours(_FLOAT, Form({})),
+    "int8": Ours(_FLOAT, Form({"linear": "int8_w8a8"})),
+    "int8, head too": Ours(_FLOAT, Form({"linear": "int8_w8a8", "head": "int8_w8a8"})),
+    "int4, float activations": Ours(_FLOAT, Form(_INT4)),
+    "int4, int8 activations": Ours(_FLOAT, Form({**_INT4, "activations": "int8"})),
+    "vLLM, W8A8": "vllm w8a8",
+    "W8A8 file": Ours("SIZE-w8a8", Form({})),
+    "llama.cpp, Q8_0": "llama.cpp q8_0",
+    "Q8_0 file, int8 activations": Ours("gguf/SIZE-q8_0.gguf", Form({"activations": "int8"})),
+    "Q8_0 file, float activations": Ours("gguf/SIZE-q8_0.gguf", Form({})),
+    "llama.cpp, Q4_K_M": "llama.cpp q4_k_m",
+    "Q4_K_M file, int8 activations": Ours("gguf/SIZE-q4_k_m.gguf", Form({"activations": "int8"})),
+    "Q4_K_M file, float activations": Ours("gguf/SIZE-q4_k_m.gguf", Form({})),
+    "OpenVINO, int8": "openvino int8 weights",
+    "OpenVINO, int4": "openvino int4 weights",
+}
+"""What takes turns: ours, and rows of ``compare_all.sh`` by their names there."""
+RATIOS: Sequence[tuple[str, str]] = (
+    ("int8", BFLOAT16),
+    ("int8, head too", BFLOAT16),
+    ("int4, float activations", BFLOAT16),
+    ("int4, int8 activations", BFLOAT16),
+    ("W8A8 file", "vLLM, W8A8"),
+    ("Q8_0 file, int8 activations", "llama.cpp, Q8_0"),
+    ("Q8_0 file, float activations", "llama.cpp, Q8_0"),
+    ("Q4_K_M file, int8 activations", "llama.cpp, Q4_K_M"),
+    ("Q4_K_M file, float activations", "llama.cpp, Q4_K_M"),
+    ("int8, head too", "OpenVINO, int8"),
+    ("int4, int8 activations", "OpenVINO, int4"),
 )
+"""Which speeds the table compares: the first of a pair with the second."""
 
 
 class Ratio(NamedTuple):
@@ -100,25 +114,62 @@ class Bench:
 
     Args:
         options: Those of the command line.
+
+    Attributes:
+        rounds: The tokens per second of each round, by engine and workload.
+        lines: What the engines' processes have printed.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
+        self.rounds: list[dict[str, dict[str, float]]] = []
         self.lines: list[dict[str, Any]] = []
 
-    def ours(self, model: Path, form: Form, letters: str) -> dict[str, float]:
-        """Return our tokens per second by workload."""
-        command = [sys.executable, str(_HERE / "bench_peers.py"), "--model", str(model), "--dtype", form.dtype]
-        command += ["--workloads", letters, "--workloads-dir", str(self._options.peers), "--runs", "1"]
-        command += ["--quantization-config", json.dumps(form.settings)] if form.settings else []
-        return self._speeds(_run(command, self._environment()), model=model.name, settings=dict(form.settings))
+    def run_round(self) -> None:
+        """Run each engine once."""
+        found: dict[str, dict[str, float]] = {}
+        for name in self._options.engines:
+            engine = ENGINES[name]
+            found[name] = self._peer(engine) if isinstance(engine, str) else self._ours(engine)
+            print(name, found[name] or "not prepared", sep=": ", file=sys.stderr, flush=True)
+        self.rounds.append(found)
 
-    def peer(self, row: str, letters: str) -> dict[str, float]:
-        """Return another engine's tokens per second by workload; empty where it has not been prepared."""
+    def ratios(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Return the ratios by pair of engines and workload: those that at least two rounds have."""
+        found: dict[str, dict[str, dict[str, Any]]] = {}
+        for one, other in RATIOS:
+            if one not in self._options.engines or other not in self._options.engines:
+                continue
+            row = {}
+            for letter in self._options.workloads:
+                speeds = [(each.get(one, {}).get(letter), each.get(other, {}).get(letter)) for each in self.rounds]
+                pairs = [(mine, theirs) for mine, theirs in speeds if mine and theirs]
+                if len(pairs) > 1:
+                    row[letter] = {"ratio": ratio_of(pairs)._asdict(), "pairs": pairs}
+            found[f"{one} : {other}"] = row
+        return found
+
+    def _ours(self, engine: Ours) -> dict[str, float]:
+        model = self._options.files / engine.file.replace("SIZE", self._options.size)
+        if not model.exists():
+            return {}
+        command = [sys.executable, str(_HERE / "bench_peers.py"), "--model", str(model), "--dtype", engine.form.dtype]
+        command += ["--workloads", self._options.workloads, "--workloads-dir", str(self._options.peers), "--runs", "1"]
+        if engine.form.settings:
+            command += ["--quantization-config", json.dumps(engine.form.settings)]
+        text = _run(command, self._environment())
+        return self._speeds(text, model=model.name, settings=dict(engine.form.settings))
+
+    def _peer(self, row: str) -> dict[str, float]:
+        """Return another engine's speeds; empty where it has not been prepared."""
+        if not self._options.other_engines:
+            return {}
         with tempfile.TemporaryDirectory() as folder:
             lines = Path(folder) / "lines"
-            own = {"ONLY": f"^{row}$", "RUNS": "1", "WORKLOADS": letters, "OUT": str(lines), "SIZE": self._options.size}
-            _run(["bash", str(self._options.peers / "compare_all.sh")], self._environment() | own, is_checked=False)
+            own = {"ONLY": f"^{row}$", "RUNS": "1", "WORKLOADS": self._options.workloads, "OUT": str(lines)}
+            own |= {"SIZE": self._options.size, "BARS": str(self._options.files)}
+            script = ["bash", str(self._options.peers / "compare_all.sh")]
+            _run(script, self._environment() | own, is_checked=False)
             return self._speeds(lines.read_text() if lines.exists() else "", engine=row)
 
     def _speeds(self, text: str, **about: Any) -> dict[str, float]:
@@ -135,62 +186,13 @@ def _run(command: Sequence[str], environment: Mapping[str, str], is_checked: boo
     return done.stdout
 
 
-def _model(options: argparse.Namespace) -> Path:
-    """Return a float checkpoint of the shape, which is made if there is none."""
-    model = options.files / f"{options.size}-bf16"
+def _make_model(options: argparse.Namespace) -> None:
+    """Make the float checkpoint of the shape if there is none."""
+    model = options.files / _FLOAT.replace("SIZE", options.size)
     if not (model / "config.json").exists():
         maker = options.peers.parent / "make_model.py"
         command = [sys.executable, str(maker), "--size", options.size, "--dtype", "bfloat16", "--out", str(model)]
         subprocess.run(command, check=True)
-    return model
-
-
-def _compare_forms(bench: Bench, model: Path, options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in options.forms:
-        pairs: dict[str, list[tuple[float, float]]] = {letter: [] for letter in options.workloads}
-        for _ in range(options.pairs):
-            one, other = (bench.ours(model, form, options.workloads) for form in (FORMS[name], Form({})))
-            for letter, taken in pairs.items():
-                taken.append((one[letter], other[letter]))
-        found[name] = _rows(pairs)
-        _say(f"{name} : bfloat16", found[name])
-    return found
-
-
-def _compare_peers(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for peer in PEERS if options.other_engines else ():
-        model = options.files / peer.file.replace("SIZE", options.size)
-        name = f"{peer.row}: ours with {json.dumps(peer.form.settings) if peer.form.settings else 'the file as it is'}"
-        if not model.exists():
-            found[name] = f"no {model}"
-            continue
-        pairs: dict[str, list[tuple[float, float]]] = {letter: [] for letter in options.workloads}
-        for _ in range(options.pairs):
-            theirs = bench.peer(peer.row, options.workloads)
-            if not theirs:
-                break
-            mine = bench.ours(model, peer.form, options.workloads)
-            for letter, speed in theirs.items():
-                pairs[letter].append((mine[letter], speed))
-        rows = _rows(pairs)
-        found[name] = rows or "not prepared: see prepare_peers.sh"
-        _say(name, rows)
-    return found
-
-
-def _rows(pairs: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Any]:
-    return {
-        letter: {"ratio": ratio_of(taken)._asdict(), "pairs": [list(each) for each in taken]}
-        for letter, taken in pairs.items()
-        if len(taken) > 1
-    }
-
-
-def _say(name: str, rows: Mapping[str, Any]) -> None:
-    texts = (f"{letter} {Ratio(**row['ratio'])}" for letter, row in rows.items())
-    print(name, *texts, sep=": ", file=sys.stderr, flush=True)
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -199,7 +201,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     lines = [
         f"{machine['cpu']}, {products['instructions']}, {products['threads']} threads, "
         f"{products['read_gb_s']} GB/s read, {products['clock_ghz']} GHz, load {machine['load']} at the start; "
-        f"shape {found['size']}, {found['pairs']} pairs.",
+        f"shape {found['size']}, {len(found['rounds'])} rounds.",
         "",
         "| weights | 1 row, cold: GB/s | share of the limit | 512 rows: GOP/s | : bfloat16 |",
         "|---|---|---|---|---|",
@@ -207,14 +209,18 @@ def markdown(found: Mapping[str, Any]) -> str:
     for name, row in products["forms"].items():
         cells = (row["cold_gb_s"], row["cold_share"], row["gop_s_512"], row["times_bf16_512"])
         lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
-    for title, section in (("ours : our bfloat16", "forms"), ("ours : theirs", "peers")):
-        lines += ["", f"| {title} | A decode | B | C |", "|---|---|---|---|"]
-        for name, rows in found[section].items():
-            if isinstance(rows, str):
-                lines.append(f"| {name} | {rows} | | |")
-                continue
-            cells = (str(Ratio(**rows[letter]["ratio"])) if letter in rows else "-" for letter in "ABC")
-            lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", "| speed, and the ratio | A decode | B | C |", "|---|---|---|---|"]
+    for name, row in found["ratios"].items():
+        cells = (str(Ratio(**row[letter]["ratio"])) if letter in row else "-" for letter in "ABC")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += ["", "| tokens per second, median | A decode | B | C |", "|---|---|---|---|"]
+    for name in found["rounds"][0]:
+        speeds = [each[name] for each in found["rounds"] if each[name]]
+        if not speeds:
+            lines.append(f"| {name} | not prepared: see prepare_peers.sh | | |")
+            continue
+        cells = (f"{statistics.median(each[x] for each in speeds):.1f}" if x in speeds[0] else "-" for x in "ABC")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -228,9 +234,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure everything, and write one JSON file and one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="1b", help="a shape of make_model.py (default: %(default)s)")
-    parser.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS), metavar="FORM")
+    parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES), metavar="ENGINE")
     parser.add_argument("--workloads", default="ABC")
-    parser.add_argument("--pairs", type=int, default=5, help="of each comparison, 2 or more (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of all engines, 2 or more (default: %(default)s)")
     parser.add_argument("--megabytes", type=int, default=512, help="of weights of cold products")
     parser.add_argument("--outer", type=int, default=8192, help="outputs of the products (default: %(default)s)")
     parser.add_argument("--inner", type=int, default=2048, help="features of the products (default: %(default)s)")
@@ -241,17 +247,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
     parser.add_argument("--markdown", type=Path, required=True, help="the table")
     options = parser.parse_args(arguments)
-    if options.pairs < 2:
-        parser.error("--pairs: expected 2 or more, of which an interval can be computed")
+    if options.rounds < 2:
+        parser.error("--rounds: expected 2 or more, of which an interval can be computed")
     machine, bench = _machine(), Bench(options)
+    _make_model(options)
     command = [sys.executable, str(_HERE / "quantized_products.py"), "--megabytes", str(options.megabytes)]
-    command += ["--outer", str(options.outer), "--inner", str(options.inner), "--turns", str(options.pairs)]
+    command += ["--outer", str(options.outer), "--inner", str(options.inner), "--turns", str(options.rounds)]
     products = json.loads(_run(command, os.environ))
-    forms = _compare_forms(bench, _model(options), options)
-    found = {"size": options.size, "pairs": options.pairs, "machine": machine, "products": products, "forms": forms}
-    found |= {"peers": _compare_peers(bench, options), "lines": bench.lines}
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
-    options.markdown.write_text(markdown(found))
+    for _ in range(options.rounds):
+        bench.run_round()
+        found = {"size": options.size, "machine": machine, "products": products, "ratios": bench.ratios()}
+        found |= {"rounds": bench.rounds, "lines": bench.lines}
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.markdown.write_text(markdown(found))
     print(options.markdown.read_text(), end="")
 
 
