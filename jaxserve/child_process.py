@@ -20,6 +20,8 @@ EXIT_FAILED = 70
 """Exit status of a process of an engine after a failure: EX_SOFTWARE."""
 EXIT_BAD_START = 2
 """Exit status of one that could not start."""
+NICENESS = 5
+"""How far below its parent a child runs: an engine and its connections go before others' templates and grammars."""
 _START_LIMIT_S = 60.0
 _KEPT = frozenset(("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"))
 _KEPT_PREFIXES = ("PYTHON", "LC_", "MALLOC_")
@@ -40,6 +42,8 @@ def shell_status(status: int) -> int:
 class LineProcess:
     """A Python process that responds to each line with one line. If a response is late, the process is killed.
 
+    It runs at a lower priority than this one.
+
     Args:
         arguments: Arguments of the interpreter: a script, or ``-m`` and a module.
         is_quiet: Whether to discard the process's standard error.
@@ -53,6 +57,9 @@ class LineProcess:
             stderr=subprocess.DEVNULL if is_quiet else None,
             env=_clean_environment(),
         )
+        with contextlib.suppress(OSError):  # it has ended
+            priority = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, priority)
 
     def ask(self, line: bytes, limit_s: float) -> bytes | None:
         """Send a line and return the response, both without newline; None if the process has exited or timed out.

@@ -19,6 +19,7 @@ from jaxserve.server.byte_budget import budget_bytes, output_bytes
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.errors import UnavailableError, UnknownModelError
 from jaxserve.server.ledger import Ledger
+from jaxserve.server.long_work import LongWork
 from jaxserve.server.poison import PoisonList
 from jaxserve.server.request_log import RequestEntry, RequestLog
 from jaxserve.server.settings import ServerConfig, queued_tokens_limit
@@ -39,6 +40,7 @@ class Frontend:
         ledger: Counts and limits the requests in flight; accepts none before ``open``.
         authenticator: Checks API keys.
         log: Writes log lines, counters and traces of requests.
+        long_work: Threads for what would hold up the event loop.
         has_started: Whether the engine has been ready once.
         is_draining: Whether load balancers should send no more requests.
         is_lost: Whether the engine has ended and is not started again.
@@ -53,6 +55,7 @@ class Frontend:
         self.ledger = Ledger(budget_bytes(config))
         self.authenticator = Authenticator(config)
         self.log = RequestLog(config, model)
+        self.long_work = LongWork()
         self.model_names = tuple(config.served_model_name or (model,))
         self.created_s = int(time.time())
         self._begin_s = time.monotonic()

@@ -17,7 +17,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_listener import http_listening
 from jaxserve.server.key_watch import KeyWatch
-from jaxserve.server.resources import map_large_buffers_apart
+from jaxserve.server.resources import map_large_buffers_apart, switch_threads_often
 from jaxserve.server.settings import ServerConfig, is_loopback
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig, group: G
     """
     map_large_buffers_apart()
     raise_open_files_limit()
+    switch_threads_often()
     asyncio.get_running_loop().set_exception_handler(AcceptFailures())
     _warn_of_exposure(config)
     engine = EngineClient(engine_arguments, config, group)
@@ -55,6 +56,7 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig, group: G
         logger.error("%s", error)
         return EXIT_ENGINE_DEAD
     finally:
+        frontend.long_work.close()
         await asyncio.to_thread(frontend.log.close)
 
 

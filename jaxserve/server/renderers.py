@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -14,7 +15,8 @@ from jaxserve.server.wire import EngineInfo
 
 logger = logging.getLogger(__name__)
 
-_MAX_PROCESSES = 4
+_NUM_PROCESSES = max(2, min(4, os.cpu_count() or 1))
+"""More than there are processors would only take time from the engine; of one alone each key would wait for others."""
 
 
 class Renderers:
@@ -31,7 +33,7 @@ class Renderers:
     def __init__(self, limit_s: float, content_format: str = "auto", memory_bytes: int = MEMORY_BYTES):
         self._limit_s = limit_s
         self._content_format = content_format
-        self._threads = FairThreads(_MAX_PROCESSES, "jaxserve-render")
+        self._threads = FairThreads(_NUM_PROCESSES, "jaxserve-render")
         self._processes = render_processes(limit_s, memory_bytes=memory_bytes, starts_ahead=True)
         self._names: dict[asyncio.Future[RenderedChat], str] = {}
         self._end: Exception | None = None

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from jaxserve.api.metric_types import Counter, Gauge, Metric
 
 LARGE_BUFFER_BYTES = 128 << 10
 """glibc's initial threshold for buffers in mappings of their own."""
+SWITCH_INTERVAL_S = 0.0005
 _PROC = Path("/proc/self")
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
@@ -46,6 +48,15 @@ def available_memory_bytes() -> int:
         limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         found = min(found, max(limit - used, 0))
     return found
+
+
+def switch_threads_often() -> None:
+    """Let a thread that computes in Python hand over the interpreter ten times as often as by default.
+
+    An event loop, or an engine's thread, gives up the interpreter at each system call, and must then wait for as long
+    as one interval until it has it back.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def map_large_buffers_apart() -> None:

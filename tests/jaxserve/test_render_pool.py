@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve import LLM, AsyncLLM
 from jaxserve.api.errors import RequestError
-from jaxserve.child_process import LineProcess, child_environment
+from jaxserve.child_process import NICENESS, LineProcess, child_environment
 from jaxserve.text.render_pool import RenderPool
 
 HI = [{"role": "user", "content": "hi"}]
@@ -99,3 +99,13 @@ def test_children_see_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert seen["PATH"] == os.environ["PATH"]
     assert sys.path[-1] in seen["PYTHONPATH"]
     assert set(names) & set(child_environment()) == {"HF_TOKEN"}  # an engine may download its model
+
+
+def test_children_run_at_a_lower_priority(tmp_path: Path) -> None:
+    script = tmp_path / "show.py"
+    script.write_text("import os\nfor line in open(0):\n    print(os.getpriority(os.PRIO_PROCESS, 0), flush=True)\n")
+    process = LineProcess([str(script)])
+    try:
+        assert int(process.ask(b"", 30.0) or b"") == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    finally:
+        process.close()

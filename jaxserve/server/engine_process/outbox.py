@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.api.errors import SHUT_DOWN, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
 from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.turns import Turn, Turns
 from jaxserve.engine.stream import Content
 from jaxserve.frames import FrameError
 from jaxserve.server.wire import (
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 LIMIT_BYTES = 8 << 20
 """Estimated bytes of outputs that may wait to be sent; above it unfinished requests make no outputs."""
-_FRAME_BYTES = 4 << 20  # outputs beyond this many bytes go into the next frame
+_FRAME_BYTES = 512 << 10  # outputs beyond this many bytes go into the next frame, so that other keys get their turns
 _OUTPUT_BYTES = 32  # estimates: of an output or completion, a token id, and one entry of its logprobs
 _TOKEN_BYTES = 4
 _LOGPROB_BYTES = 32
@@ -41,6 +42,7 @@ class SocketSink:
         readers: The outbox.
         number: The request's number in messages.
         request_id: The request's name.
+        turn: Whose turn its outputs take.
         on_end: Called with the sink once it takes nothing more; on any thread.
         is_silent: Set once the client has disconnected, or its outputs cannot be sent.
         has_prompt: Whether an output with the prompt has been taken.
@@ -49,14 +51,15 @@ class SocketSink:
     readers: "Outbox"
     number: int
     request_id: str
+    turn: Turn
     on_end: Callable[["SocketSink"], None]
     is_silent: bool = False
     has_prompt: bool = False
 
     @property
     def has_room(self) -> bool:
-        """Whether the outbox has room for more outputs."""
-        return not self.readers.is_full
+        """Whether the outbox has room for more outputs of its key."""
+        return not self.readers.is_full(self.turn.key)
 
     def sendable(self, content: Content) -> RequestOutput | JaxserveError:
         """Return an output or an error as it is sent: only the first output has the prompt. On any thread."""
@@ -87,18 +90,18 @@ def own_error(error: BaseException, what: str) -> JaxserveError:
 
 
 class _Waiting(NamedTuple):
-    """A request's output with its estimated size, or another message, that waits to be sent."""
+    """A request's output with its estimated size, that waits to be sent."""
 
-    content: Any
-    sink: SocketSink | None = None
-    num_bytes: int = 0
+    sink: SocketSink
+    content: RequestOutput | JaxserveError
+    num_bytes: int
 
 
 class Outbox:
-    """Sends the outputs of a step as one frame.
+    """Sends the outputs of a step as one frame, and other messages before them.
 
     If the front end does not read, outputs wait here up to a limit. Beyond it tokens stay in the requests until these
-    have finished.
+    have finished. API keys take turns, and each has a part of the room: large outputs of one hold up no other's.
 
     Args:
         connection: The socket to the front end.
@@ -108,31 +111,44 @@ class Outbox:
     def __init__(self, connection: socket.socket, limit_bytes: int = LIMIT_BYTES):
         self._connection = connection
         self._limit_bytes = limit_bytes
-        self._waiting: collections.deque[_Waiting] = collections.deque()
-        self._num_waiting_bytes = 0
+        self._messages: list[FromEngine] = []
+        self._waiting: dict[str, collections.deque[_Waiting]] = {}
+        self._num_bytes: collections.Counter[str] = collections.Counter()  # by key, of those that are being sent too
+        self._turns = Turns()
         self._is_closing = False
         self._is_broken = False
         self._changed = threading.Condition()  # of all the above
         self._thread = threading.Thread(target=self._run, name="jaxserve-outbox", daemon=True)
         self._thread.start()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether so much waits that unfinished requests must make no more outputs."""
-        return self._num_waiting_bytes > self._limit_bytes
+    def is_full(self, key: str = "") -> bool:
+        """Whether so much of an API key waits that its unfinished requests must make no more outputs."""
+        return self._num_bytes[key] > self._limit_bytes / max(1, len(self._num_bytes))
 
     def take(self, contents: Sequence[tuple[SocketSink, Content]]) -> None:
         """See ``Readers``."""
         sendable = [(sink, sink.sendable(content)) for sink, content in contents]
-        self._put([_Waiting(content, sink, _estimate_bytes(content)) for sink, content in sendable])
+        added = [_Waiting(sink, content, _estimate_bytes(content)) for sink, content in sendable]
+        with self._changed:
+            for one in () if self._is_broken else added:
+                key = one.sink.turn.key
+                if key not in self._waiting:
+                    self._waiting[key] = collections.deque()
+                    self._turns.join(key)
+                self._waiting[key].append(one)
+                self._num_bytes[key] += one.num_bytes
+            self._changed.notify()
 
     def send(self, message: FromEngine) -> None:
-        """Send another message. On any thread."""
-        self._put([_Waiting(message)])
+        """Send another message, before the outputs that wait. On any thread."""
+        with self._changed:
+            if not self._is_broken:
+                self._messages.append(message)
+            self._changed.notify()
 
     def send_heartbeat(self) -> None:
-        """Send a heartbeat, unless another message waits, which does as well. On any thread."""
-        if not self._waiting:
+        """Send a heartbeat, unless something else waits, which does as well. On any thread."""
+        if not (self._messages or self._waiting):
             self.send(Heartbeat())
 
     def close(self, timeout_s: float) -> None:
@@ -142,31 +158,32 @@ class Outbox:
             self._changed.notify()
         self._thread.join(timeout_s)
 
-    def _put(self, added: Sequence[_Waiting]) -> None:
-        """Add messages to those that wait; drop them once the connection has ended."""
-        with self._changed:
-            if not self._is_broken:
-                self._waiting += added
-                self._num_waiting_bytes += sum(one.num_bytes for one in added)
-            self._changed.notify()
-
-    def _take(self) -> list[_Waiting]:
-        """Wait for messages; return those to send next, none at the end."""
-        taken: list[_Waiting] = []
+    def _take(self) -> tuple[list[FromEngine], list[_Waiting]]:
+        """Wait for something to send; return messages and outputs to send next, none at the end."""
+        outputs: list[_Waiting] = []
         num_bytes = 0
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_closing)
+            self._changed.wait_for(lambda: self._messages or self._waiting or self._is_closing)
+            messages, self._messages = self._messages, []
             while self._waiting and num_bytes < _FRAME_BYTES:
-                taken.append(self._waiting.popleft())
-                num_bytes += taken[-1].num_bytes
-        return taken
+                key = self._turns.next(self._waiting)
+                outputs.append(self._waiting[key].popleft())
+                num_bytes += outputs[-1].num_bytes
+                self._turns.take(outputs[-1].sink.turn, outputs[-1].num_bytes)
+                if not self._waiting[key]:
+                    del self._waiting[key]
+        return messages, outputs
 
     def _run(self) -> None:
         try:
-            while taken := self._take():
-                self._connection.sendall(b"".join(_frames(taken)))
+            while any(taken := self._take()):
+                messages, outputs = taken
+                frames = [pack(message, MAX_FROM_ENGINE_BYTES) for message in messages]
+                self._connection.sendall(b"".join([*frames, *_frames(outputs)]))
                 with self._changed:
-                    self._num_waiting_bytes -= sum(one.num_bytes for one in taken)
+                    for one in outputs:
+                        self._num_bytes[one.sink.turn.key] -= one.num_bytes
+                    self._num_bytes = +self._num_bytes
         except OSError as error:
             logger.warning("outputs can no longer be sent: %s", error)
         except Exception:
@@ -177,17 +194,13 @@ class Outbox:
                 self._connection.shutdown(socket.SHUT_RDWR)
             with self._changed:
                 self._is_broken = True
+                self._messages.clear()
                 self._waiting.clear()
 
 
 def _frames(taken: Sequence[_Waiting]) -> Iterator[bytes]:
-    """Yield messages as frames, all outputs in one; a request whose output cannot be sent fails alone."""
-    outputs: list[tuple[SocketSink, Any]] = []
-    for one in taken:
-        if one.sink is None:
-            yield pack(one.content, MAX_FROM_ENGINE_BYTES)
-        elif not one.sink.is_silent:
-            outputs.append((one.sink, one.content))
+    """Yield outputs as one frame; a request whose output cannot be sent fails alone."""
+    outputs = [(one.sink, one.content) for one in taken if not one.sink.is_silent]
     if not outputs:
         return
     try:
@@ -214,9 +227,13 @@ def _estimate_bytes(content: RequestOutput | JaxserveError) -> int:
     """Estimate the size of an output cheaply; the prompt does not count, because it is not copied."""
     if isinstance(content, JaxserveError):
         return _OUTPUT_BYTES
-    num_bytes = _OUTPUT_BYTES
+    num_bytes = _OUTPUT_BYTES + _logprobs_bytes(content.prompt_logprobs)
     for output in content.outputs:
         num_bytes += _OUTPUT_BYTES + len(output.text) + _TOKEN_BYTES * len(output.token_ids)
-        if output.logprobs:
-            num_bytes += _LOGPROB_BYTES * len(output.logprobs) * (len(output.logprobs[0]) + 1)
+        num_bytes += _logprobs_bytes(output.logprobs)
     return num_bytes
+
+
+def _logprobs_bytes(logprobs: Sequence[Any] | None) -> int:
+    """Estimate the size of log-probabilities by those of the last position; a prompt has none at its first."""
+    return _LOGPROB_BYTES * len(logprobs) * (len(logprobs[-1] or ()) + 1) if logprobs else 0

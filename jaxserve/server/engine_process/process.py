@@ -34,6 +34,7 @@ from jaxserve.server.engine_process.outbox import Outbox
 from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
 from jaxserve.server.engine_process.spawn import STACKS_SIGNAL
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.server.resources import switch_threads_often
 from jaxserve.server.wire import (
     MAX_TO_ENGINE_BYTES,
     EngineInfo,
@@ -67,6 +68,7 @@ def main() -> None:
 
 def _run(fd: int) -> NoReturn:
     """Run an engine until the front end stops it or it fails."""
+    switch_threads_often()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)  # in C: works also when no Python thread can run
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the front end, which says when to end
         signal.signal(number, signal.SIG_IGN)

@@ -81,7 +81,7 @@ class Serving:
     def _submit(self, message: Submit) -> None:
         request = message.request
         deadline_s = None if request.timeout_s is None else message.arrival_s + request.timeout_s
-        sink = SocketSink(self._outbox, message.number, request.request_id, self._on_end)
+        sink = SocketSink(self._outbox, message.number, request.request_id, request.turn, self._on_end)
         stream = Stream(sink, request.request_id, deadline_s, "last")
         with self._lock:
             self._requests[message.number] = stream, sink

@@ -15,7 +15,6 @@ from jaxserve.server.byte_budget import request_bytes
 from jaxserve.server.chat import CompletionParser, chat_request, check_variables
 from jaxserve.server.frontend import Frontend, sampling_params
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
-from jaxserve.server.long_outputs import write_output
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
 from jaxserve.server.proto_codec import completion_to_proto, given_fields, prompt_to_proto, read_json
 from jaxserve.server.request_log import RequestEntry
@@ -41,7 +40,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async for output in outputs:
                 if output.finished:
                     response = generation_pb2.GenerateResponse(request_id=CURRENT_CALL.get().request_id)
-                    await write_output(output, writer.write, output, response)
+                    await self._frontend.long_work.write_output(entry.request.turn, output, writer.write, response)
                     return response
         raise EngineDeadError("the engine stopped before the request finished")
 
@@ -59,7 +58,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with self._outputs(entry, context) as outputs:
             async for output in outputs:
                 response = generation_pb2.StreamGenerateResponse(request_id=CURRENT_CALL.get().request_id)
-                await write_output(output, writer.write, output, response)
+                await self._frontend.long_work.write_output(entry.request.turn, output, writer.write, response)
                 try:
                     async with asyncio.timeout(limit_s):
                         await context.write(response)
@@ -172,9 +171,9 @@ class _ResponseWriter:
         self._is_begun = False
 
     def write(
-        self, output: RequestOutput, response: generation_pb2.GenerateResponse | generation_pb2.StreamGenerateResponse
+        self, response: generation_pb2.GenerateResponse | generation_pb2.StreamGenerateResponse, output: RequestOutput
     ) -> None:
-        """Write an output, whole or a delta."""
+        """Write an output, whole or a delta, into a response."""
         if not self._is_begun:
             self._is_begun = True
             response.prompt.CopyFrom(prompt_to_proto(output, with_tokens=self._returns_prompt))

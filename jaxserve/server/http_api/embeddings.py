@@ -23,7 +23,7 @@ from jaxserve.server.http_api.generation import (
     usage_object,
 )
 from jaxserve.server.http_api.long_lists import ITEMS_AT_ONCE, LongList, long_response
-from jaxserve.server.http_api.merged_outputs import generate_all
+from jaxserve.server.http_api.merged_outputs import generate_all, make_entries
 from jaxserve.server.http_api.responses import json_response, unused_fields_header
 
 POOLING_FIELDS = ("pooling", "normalize", "dimensions")
@@ -48,7 +48,7 @@ async def embeddings(call: HttpCall) -> ASGIApp:
     prompts, params = fields["input"], SamplingParams(max_tokens=1)
     requests = prompt_requests(call, fields, head["id"], prompts, params=params, pooling=pooling)
     vectors = dict[int, list[float]]()
-    entries = [call.frontend.entry(call.caller, request) for request in requests]
+    entries = await make_entries(call, requests)
     async with aclosing(generate_all(call, entries)) as outputs:
         async for index, output in outputs:
             vector = output.embedding
@@ -70,5 +70,6 @@ async def embeddings(call: HttpCall) -> ASGIApp:
     usage = usage_object(sum(entry.num_prompt_tokens or 0 for entry in entries), 0)
     headers = unused_fields_header(call.unused)
     if sum(map(len, vectors.values())) > ITEMS_AT_ONCE:
-        return await long_response({**head, "data": LongList(data), "usage": usage}, headers)
+        body = {**head, "data": LongList(data), "usage": usage}
+        return await long_response(body, headers, call.frontend.long_work, call.caller.turn)
     return json_response({**head, "data": [one for part in data() for one in part], "usage": usage}, headers=headers)

@@ -57,7 +57,7 @@ class HttpCall:
 
     async def read(self, make: Callable[[], Result]) -> Result:
         """Call what checks the body and makes something of it: on a thread if the body is long."""
-        return await asyncio.to_thread(make) if self.is_long else make()
+        return await self.frontend.long_work.run(self.caller.turn, make) if self.is_long else make()
 
     def fields(self, table: Mapping[str, Check], needs: str) -> dict[str, Any]:
         """Check the body's fields, and that the model it names exists; note those without effect.
@@ -72,11 +72,6 @@ class HttpCall:
 
 
 Handler = Callable[[HttpCall], Awaitable[ASGIApp]]
-
-
-async def _read_object(raw: bytearray) -> dict[str, Any]:
-    """Return the JSON object of a body; a long one is read on a thread."""
-    return await asyncio.to_thread(read_json, raw) if len(raw) > _LONG_BODY_BYTES else read_json(raw)
 
 
 class Endpoint:
@@ -101,8 +96,9 @@ class Endpoint:
         remember_trace(request.headers)
 
         async def respond() -> None:
-            body = await _read_object(raw) if self._has_body else {}
-            response = await self._handler(HttpCall(self._frontend, caller, request, body, len(raw) > _LONG_BODY_BYTES))
+            call = HttpCall(self._frontend, caller, request, {}, len(raw) > _LONG_BODY_BYTES)
+            call.body = await call.read(lambda: read_json(raw) if self._has_body else {})
+            response = await self._handler(call)
             await response(scope, receive, send)
 
         caller = _NOBODY if self._scope is None else _UNKNOWN

@@ -32,9 +32,9 @@ from jaxserve.server.http_api.fields import (
     whole,
 )
 from jaxserve.server.http_api.long_lists import json_pieces, long_response
-from jaxserve.server.http_api.merged_outputs import generate_all
+from jaxserve.server.http_api.merged_outputs import generate_all, make_entries
 from jaxserve.server.http_api.responses import DONE, json_response, json_text, send_events, unused_fields_header
-from jaxserve.server.long_outputs import is_long, write_output
+from jaxserve.server.long_work import is_long
 from jaxserve.server.settings import ServerConfig
 
 VERSION = importlib.metadata.version("jaxserve")
@@ -282,32 +282,34 @@ class GenerationResponse(abc.ABC):
 
     async def respond(self) -> ASGIApp:
         """Return the response: a stream that generates, or all that was generated."""
-        self._entries = [self.call.frontend.entry(self.call.caller, request) for request in self.requests]
+        self._entries = await make_entries(self.call, self.requests)
         if self.is_streamed:
             return self._stream
+        threads, turn = self.call.frontend.long_work, self.call.caller.turn
         choices: list[dict[str, Any]] = []
         async with aclosing(generate_all(self.call, self._entries)) as outputs:
             async for prompt, output in outputs:
                 await self.prepare(prompt, output)
                 self._note_drafts(output)
-                choices += await write_output(output, self.choices, prompt, output)
+                choices += await threads.write_output(turn, output, self.choices, prompt)
         choices.sort(key=lambda choice: choice["index"])
         body = {**self.head, "choices": choices, **self.more, "usage": self._usage(), **self._metrics()}
         if self.params.num_logprobs is None and self.params.prompt_logprobs is None:
             return json_response(body, headers=self._headers)
-        return await long_response(body, self._headers)
+        return await long_response(body, self._headers, threads, turn)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope, receive  # ``Endpoint`` watches for a client that disconnects
         await send_events(self._events(), self._headers, send)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
+        threads, turn = self.call.frontend.long_work, self.call.caller.turn
         begin = f"data: {json_text(self.head)[:-1]},"
         async with aclosing(generate_all(self.call, self._entries)) as outputs:
             async for prompt, output in outputs:
                 await self.prepare(prompt, output)
                 self._note_drafts(output)
-                events = await write_output(output, self._chunk_events, begin, prompt, output)
+                events = await threads.write_output(turn, output, self._chunk_events, begin, prompt)
                 if events:
                     yield events
         end = b""

@@ -7,7 +7,7 @@ from typing import Any
 from jaxserve.api.logprobs import Logprob, PromptLogprobs, SampleLogprobs
 from jaxserve.api.packed_logprobs import PackedLogprobs
 from jaxserve.server.http_api.long_lists import LongList
-from jaxserve.server.long_outputs import MAX_ENTRIES_ON_LOOP
+from jaxserve.server.long_work import MAX_ENTRIES_ON_LOOP
 
 LEAST_LOGPROB = -9999.0
 

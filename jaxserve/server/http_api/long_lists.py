@@ -1,6 +1,5 @@
 """Long lists in JSON: made, encoded and sent part by part, so that no response holds up the event loop."""
 
-import asyncio
 import dataclasses
 import json
 import secrets
@@ -11,7 +10,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.api.text_files import escape_line_ends
+from jaxserve.api.turns import Turn
 from jaxserve.server.http_api.responses import ENCODER_OPTIONS, json_text
+from jaxserve.server.long_work import LongWork
 
 ITEMS_AT_ONCE = 4096
 """Numbers or texts of a list that are made and encoded at once."""
@@ -74,10 +75,17 @@ def in_parts(items: Sequence[Any]) -> Any:
     return LongList(parts) if len(items) > ITEMS_AT_ONCE else list(items)
 
 
-async def long_response(value: Any, headers: Mapping[str, str]) -> ASGIApp:
-    """Return the JSON response of a value that may hold ``LongList``s: made on threads, and sent as it is made."""
+async def long_response(value: Any, headers: Mapping[str, str], threads: LongWork, turn: Turn) -> ASGIApp:
+    """Return the JSON response of a value that may hold ``LongList``s: made on threads, and sent as it is made.
+
+    Args:
+        value: The value.
+        headers: Headers of the response.
+        threads: Where it is made.
+        turn: Whose turn that takes.
+    """
     pieces = json_pieces(value)
-    first, second = await asyncio.to_thread(lambda: (next(pieces), next(pieces, None)))
+    first, second = await threads.run(turn, lambda: (next(pieces), next(pieces, None)))
     if second is None:
         return Response(first, 200, dict(headers), "application/json")
 
@@ -90,7 +98,7 @@ async def long_response(value: Any, headers: Mapping[str, str]) -> ASGIApp:
         while piece is not None:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             piece = following
-            following = None if piece is None else await asyncio.to_thread(next, pieces, None)
+            following = None if piece is None else await threads.run(turn, next, pieces, None)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     return send_all

@@ -5,9 +5,32 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.request import Request
 from jaxserve.server.byte_budget import request_bytes
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.request_log import RequestEntry
+
+_AT_ONCE = 32
+"""Requests that are looked at before other work of the event loop has its turn."""
+
+
+async def make_entries(call: HttpCall, requests: Sequence[Request]) -> list[RequestEntry]:
+    """Return the entries of requests, as ``Frontend.entry``; the event loop goes on meanwhile."""
+    found = list[RequestEntry]()
+    for request in requests:
+        found.append(call.frontend.entry(call.caller, request))
+        if not len(found) % _AT_ONCE:
+            await asyncio.sleep(0)
+    return found
+
+
+async def _num_bytes(call: HttpCall, entries: Sequence[RequestEntry]) -> int:
+    found = 0
+    for number, entry in enumerate(entries, start=1):
+        found += request_bytes(entry.request, call.frontend.info.model)
+        if not number % _AT_ONCE:
+            await asyncio.sleep(0)
+    return found
 
 
 async def generate_all(
@@ -20,8 +43,7 @@ async def generate_all(
     Raises:
         JaxserveError: As ``Ledger.admit`` and ``Frontend.generate``.
     """
-    frontend = call.frontend
-    num_bytes = sum(request_bytes(entry.request, frontend.info.model) for entry in entries)
+    frontend, num_bytes = call.frontend, await _num_bytes(call, entries)
     with frontend.ledger.admit(call.caller, sum(entry.request.params.n for entry in entries), num_bytes):
         if len(entries) == 1:
             async with aclosing(frontend.generate(entries[0])) as outputs:

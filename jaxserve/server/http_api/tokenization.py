@@ -45,7 +45,9 @@ async def tokenize(call: HttpCall) -> ASGIApp:
         "token_strs": in_parts(strings) if has_strings else None,
     }
     headers = unused_fields_header(call.unused)
-    return await long_response(body, headers) if len(ids) > ITEMS_AT_ONCE else json_response(body, headers=headers)
+    if len(ids) > ITEMS_AT_ONCE:
+        return await long_response(body, headers, frontend.long_work, turn)
+    return json_response(body, headers=headers)
 
 
 async def detokenize(call: HttpCall) -> Response:

@@ -12,6 +12,9 @@ import pytest
 
 from jaxserve import EngineDeadError, RequestOutput, RequestOutputKind, SamplingParams
 from jaxserve.api.errors import JaxserveError, OverloadedError, RequestFailedError
+from jaxserve.api.logprobs import Logprob
+from jaxserve.api.outputs import CompletionOutput
+from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stream import Stream
 from jaxserve.frames import HEADER
@@ -57,8 +60,8 @@ class Line:
         self.thread.submit(stream, lambda: make_request(number, num_tokens, params))
         return stream
 
-    def sink(self, number: int) -> SocketSink:
-        return SocketSink(self.outbox, number, f"request-{number}", self.ended.append)
+    def sink(self, number: int, turn: Turn = SHARED_TURN) -> SocketSink:
+        return SocketSink(self.outbox, number, f"request-{number}", turn, self.ended.append)
 
     def run(self, count: int) -> None:
         asyncio.run(self.engine.run(count))
@@ -177,9 +180,9 @@ def test_a_front_end_that_does_not_read_stops_no_step_and_loses_nothing(make_lin
         line.submit(number, num_tokens)
     line.engine.allow(2 * num_tokens)
     wait_for(lambda: line.engine.num_steps >= num_tokens and not line.engine.num_unfinished)  # without a single read
-    assert line.outbox.is_full
+    assert line.outbox.is_full()
     rests = len(numbers) * (100 + 4 * num_tokens)  # the last output of each, which needs no room
-    assert line.outbox._num_waiting_bytes < 2 * limit_bytes + rests
+    assert line.outbox._num_bytes.total() < 2 * limit_bytes + rests
     line.receive(num_filled)
     found = line.read_until_finished(*numbers)
     for number in numbers:
@@ -188,7 +191,7 @@ def test_a_front_end_that_does_not_read_stops_no_step_and_loses_nothing(make_lin
         assert sum(output.finished for output in outputs) == 1
         assert outputs[-1].outputs[0].finish_reason
     assert sorted(stream.number for stream in line.ended) == [*numbers]
-    wait_for(lambda: not line.outbox.is_full)  # the sender counts a frame as sent just after it is read
+    wait_for(lambda: not line.outbox.is_full())  # the sender counts a frame as sent just after it is read
 
 
 def test_requests_that_run_on_catch_up_when_the_front_end_reads_again(make_line: Callable[..., Line]) -> None:
@@ -197,7 +200,7 @@ def test_requests_that_run_on_catch_up_when_the_front_end_reads_again(make_line:
     line.submit(1, 2_000)
     line.engine.allow(1_500)
     wait_for(lambda: line.engine.num_steps == 1_500)
-    assert line.outbox.is_full
+    assert line.outbox.is_full()
     line.receive(num_filled)
     line.engine.allow(1_000)
     assert token_ids(line.read_until_finished(1)[1]) == [*range(1001, 3_001)]
@@ -306,7 +309,7 @@ def test_a_front_end_that_has_gone_stops_no_step(make_line: Callable[..., Line])
     wait_for(lambda: line.engine.num_steps >= 1000 and not line.engine.num_unfinished)
     line.outbox.send(QueryResult(1, None))
     line.outbox.close(PATIENCE_S)
-    assert not line.outbox._waiting
+    assert not line.outbox._messages
 
 
 def test_what_waits_is_sent_before_the_end(make_line: Callable[..., Line]) -> None:
@@ -325,9 +328,42 @@ def test_heartbeats_do_not_pile_up(make_line: Callable[..., Line]) -> None:
     line = make_line()
     big = "x" * (4 << 20)
     line.outbox.send(QueryResult(1, big))  # more than the socket takes
-    wait_for(lambda: not line.outbox._waiting)
+    wait_for(lambda: not line.outbox._messages)
     for _ in range(1000):
         line.outbox.send_heartbeat()
-    assert len(line.outbox._waiting) == 1
+    assert len(line.outbox._messages) == 1
     assert line.read() == QueryResult(1, big)
     assert line.read() == Heartbeat()
+
+
+def test_large_outputs_of_a_key_hold_up_no_other(make_line: Callable[..., Line]) -> None:
+    line = make_line(limit_bytes=4 << 20)
+    num_filled = line.fill_socket()
+    sinks = [line.sink(number, Turn("large")) for number in range(1, 11)]
+    line.outbox.take([(sink, output_of("x" * (1 << 20))) for sink in sinks])
+    wait_for(lambda: len(line.outbox._waiting["large"]) == 9)  # the first is being sent
+    assert line.outbox.is_full("large") and not line.outbox.is_full("small")
+    line.outbox.take([(line.sink(11, Turn("small")), output_of("y"))])
+    line.outbox.send(QueryResult(99, None))
+    assert not line.outbox.is_full("small")
+    line.receive(num_filled)
+    assert [number for number, _ in line.read_outputs()] == [1]
+    assert line.read() == QueryResult(99, None)
+    assert [number for number, _ in line.read_outputs()] == [11, 2]
+    assert [line.read_outputs()[0][0] for _ in range(8)] == [*range(3, 11)]
+    wait_for(lambda: not line.outbox.is_full("large"))
+
+
+def test_log_probabilities_of_prompts_count(make_line: Callable[..., Line]) -> None:
+    line = make_line(limit_bytes=4000)
+    line.fill_socket()
+    output = output_of("x")
+    output.prompt_logprobs = [None, *({token: Logprob(-1.0, 1, "x") for token in range(20)} for _ in range(10))]
+    line.outbox.take([(line.sink(1), output)])
+    assert line.outbox.is_full()
+
+
+def output_of(text: str) -> RequestOutput:
+    """The only output of a request."""
+    completion = CompletionOutput(0, text, [1], finish_reason="stop")
+    return RequestOutput(request_id="r", prompt="p", prompt_token_ids=[1], outputs=[completion], finished=True)

@@ -13,7 +13,7 @@ from jaxserve.server.http_api import endpoint, long_lists
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.long_lists import ITEMS_AT_ONCE, LongList, in_parts, json_pieces
 from jaxserve.server.http_api.responses import json_text
-from jaxserve.server.long_outputs import MAX_ENTRIES_ON_LOOP
+from jaxserve.server.long_work import MAX_ENTRIES_ON_LOOP
 from tests.jaxserve.server.http_fakes import FakeEngine, Server, make_server
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}

@@ -1,8 +1,6 @@
 """Log-probabilities as arrays: what is read is what was packed, and long ones are read on a thread."""
 
-import asyncio
 import math
-import threading
 
 import pytest
 
@@ -10,7 +8,6 @@ from jaxserve.api.logprobs import FlatLogprobs, Logprob
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.packed_logprobs import PackedLogprobs
 from jaxserve.frames import HEADER
-from jaxserve.server.long_outputs import MAX_ENTRIES_ON_LOOP, write_output
 from jaxserve.server.wire import Outputs, pack, unpack
 
 POSITIONS = [
@@ -68,14 +65,3 @@ def test_they_cross_as_arrays() -> None:
     output.outputs, output.prompt_logprobs = [plain], None
     found = unpack(pack(Outputs([(1, output)]), 1 << 20)[HEADER.size :]).outputs[0][1]
     assert found.outputs == [plain] and found.prompt_logprobs is None
-
-
-def test_many_are_written_on_a_thread() -> None:
-    def threads(num_entries: int) -> threading.Thread:
-        packed = PackedLogprobs.of([{token: Logprob(-1.0, 1, "x") for token in range(num_entries)}])
-        completion = CompletionOutput(0, "x", [0], -1.0, packed)  # pyright: ignore[reportArgumentType]
-        output = RequestOutput(request_id="r", prompt="p", prompt_token_ids=[], outputs=[completion], finished=True)
-        return asyncio.run(write_output(output, threading.current_thread))
-
-    assert threads(MAX_ENTRIES_ON_LOOP) is threading.current_thread()
-    assert threads(MAX_ENTRIES_ON_LOOP + 1) is not threading.current_thread()
