@@ -56,8 +56,8 @@ def prepare_group_move(
     layout = changes.get("layout")
     if layout is not None and not isinstance(layout, str):
         raise ConfigError(
-            f"layout: an engine in {leader.place.count} processes moves to a layout by its name, got "
-            f"{type(layout).__name__} {layout.name!r}"
+            f"layout: an engine in {leader.place.count} processes moves to a layout that all can find by its name, got "
+            f"an object of {type(layout).__name__}"
         )
     own = plan_engine(config, old.config, leader.processes)
     check_move(old, own, config.gpu_memory_utilization)

@@ -75,7 +75,7 @@ class CacheTransfer:
             utilization: Share of the host's memory that may be used.
             num_processes: Number of processes that may keep copies of the same pages.
         """
-        room = host_room(self._old, self._new, utilization) // num_processes if self._shares else 0
+        room = host_room(self._old, self._new, utilization, num_processes) if self._shares else 0
         stages = self._old.replicas[0]
         size = sum(map(state_bytes, filter(has_states, stages)))
         states = best_states(schedulers, room // 2 // size if size else 0)
