@@ -1,5 +1,6 @@
 """An engine in several processes without a server: process 0 runs every kind of request, and prints the outcomes."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import tensorstore
 
+from checkpoints.orbax_io import OrbaxReader
 from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.api.errors import JaxserveError
 from jaxserve.api.pooling_params import PoolingParams
@@ -89,8 +92,12 @@ def outcomes_of_group(
 
 
 def free_ports() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        return first.getsockname()[1]
+    """The first of two ports that are free, and that the system gives to no other process's connection."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000, 2)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
 
 
 def num_compiled(directory: Path, rank: int) -> tuple[int, int]:
@@ -106,16 +113,26 @@ def num_read(directory: Path, rank: int) -> int:
 
 
 def _count_reads(path: Path) -> None:
-    read, total = os.preadv, 0
+    """Write the bytes that this process has read of checkpoints to a file, those that tensorstore reads included."""
+    read, read_box, total = os.preadv, OrbaxReader.read, 0
+
+    def write() -> None:
+        found = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+        path.write_text(str(total + sum(each["values"][0]["value"] for each in found)))
 
     def counted(*arguments: Any) -> int:
         nonlocal total
         count = read(*arguments)
         total += count
-        path.write_text(str(total))
+        write()
         return count
 
-    os.preadv = counted
+    def counted_box(*arguments: Any) -> Any:
+        box = read_box(*arguments)
+        write()
+        return box
+
+    os.preadv, OrbaxReader.read = counted, counted_box  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _note(path: Path, event: str) -> None:
