@@ -3,6 +3,7 @@
 No memory map: a column slice through one would touch every page of the tensor and keep them in the process's RSS.
 """
 
+import contextlib
 import os
 import stat
 from collections.abc import Sequence
@@ -15,7 +16,10 @@ from checkpoints.errors import CheckpointError
 from checkpoints.tensor_info import index_bounds
 
 SCRATCH_BYTES = 2 << 20
-MIN_RUN_BYTES = 4096
+MIN_GAP_BYTES = 64
+"""Shortest gap between two rows that is not read. A call for each row takes about a microsecond, as long as some
+kilobytes, but of a model that many processes share, the gaps would be most of its bytes."""
+_PAGE_BYTES = 4096
 
 
 class StridedLayout(NamedTuple):
@@ -93,8 +97,8 @@ class RangeFile:
     def read_box(self, layout: StridedLayout, index: Sequence[slice]) -> np.ndarray:
         """Read a box of a strided array into a new contiguous array.
 
-        Bytes outside the box are read only where a row of the box is shorter than 4 KiB or fills half of what it
-        spans; scratch memory is at most 2 MiB.
+        Bytes outside the box are read only where fewer than 64 are between two of its rows; scratch memory is at most
+        2 MiB.
 
         Args:
             layout: where the array lies.
@@ -132,8 +136,7 @@ class RangeFile:
             return
         itemsize = out.dtype.itemsize
         spanned = num_spanned(out.shape, strides)
-        run = out.shape[-1] if strides[-1] == 1 else 1
-        is_dense = 2 * out.size >= spanned or run * itemsize < MIN_RUN_BYTES
+        is_dense = _widest_gap(out.shape, strides) * itemsize < MIN_GAP_BYTES
         if is_dense and spanned * itemsize <= SCRATCH_BYTES:
             scratch = np.empty(spanned, out.dtype)
             self._read_into(start_byte, scratch.view(np.uint8).data)
@@ -141,12 +144,34 @@ class RangeFile:
             out[...] = np.ndarray(out.shape, out.dtype, scratch, strides=byte_strides)
         elif out.shape[0] == 1:
             self._fill(out[0], start_byte, strides[1:])
+        elif not is_dense and _is_contiguous(out.shape[1:], strides[1:]):
+            self._read_rows(out, start_byte, strides[0] * itemsize)
         else:
             # At most half of the rows, since those of an overlapping view can span more than their stride.
             most = max(1, SCRATCH_BYTES // (strides[0] * itemsize)) if is_dense else 1
             step = min(most, (out.shape[0] + 1) // 2)
             for row in range(0, out.shape[0], step):
                 self._fill(out[row : row + step], start_byte + row * strides[0] * itemsize, strides)
+
+    def _read_rows(self, out: np.ndarray, start: int, stride: int) -> None:
+        """Fill `out` from contiguous rows that begin `stride` bytes after each other.
+
+        The system reads a device in pages, far ahead, but only where a program reads on: it is told what comes.
+        """
+        rows = out.reshape(len(out), -1).view(np.uint8)
+        length = rows.shape[1]
+        if stride - length < _PAGE_BYTES:  # every page has a part of a row
+            self._expect(start, (len(rows) - 1) * stride + length)
+        else:
+            for row in range(len(rows)):
+                self._expect(start + row * stride, length)
+        for row, buffer in enumerate(rows):
+            self._read_into(start + row * stride, buffer.data)
+
+    def _expect(self, start: int, count: int) -> None:
+        """Let the system begin to read bytes from the device; how it does is its own affair."""
+        with contextlib.suppress(OSError, AttributeError):  # not every system and file system has it
+            os.posix_fadvise(self._descriptor, start, count, os.POSIX_FADV_WILLNEED)
 
     def _read_into(self, start: int, buffer: memoryview) -> None:
         done = 0
@@ -160,6 +185,16 @@ class RangeFile:
                     f"{self.path}: the file ends at byte {self.num_bytes}, expected {len(buffer)} bytes from {start}"
                 )
             done += count
+
+
+def _widest_gap(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return the most elements between two that follow each other in a strided array, whose strides descend."""
+    gaps = [
+        stride - num_spanned(shape[axis + 1 :], strides[axis + 1 :])
+        for axis, (length, stride) in enumerate(zip(shape, strides, strict=True))
+        if length > 1
+    ]
+    return max(gaps, default=0)
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -17,9 +17,12 @@ from checkpoints.errors import CheckpointError
 from checkpoints.reader import BaseReader
 from checkpoints.tensor_info import Index, TensorInfo, index_bounds
 
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 1 << 20
+CACHE_BYTES = 256 << 20
+"""Chunks that are kept: of a tensor read part by part, one is part of many."""
 ORBAX_FOLDER = "orbax"
 _TREE_METADATA = "_METADATA"
+_CACHE = "cache_pool#chunks"
 _ITEM_FOLDERS = ("", "state", "pytree", "default")
 
 
@@ -82,7 +85,7 @@ def save_orbax_streamed(path: str | Path, groups: Iterable[Mapping[str, jax.Arra
 
 
 def _saving_context(ocp: Any) -> Any:
-    """Return an Orbax context whose chunks are small enough that reading a box never reads the whole array."""
+    """Return an Orbax context whose chunks are small enough that reading a box reads little else."""
     context = ocp.Context()
     context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
     return context
@@ -106,8 +109,9 @@ class OrbaxReader(BaseReader):
         metadata = _read_metadata(self._tree / _TREE_METADATA)
         driver = "zarr3" if metadata.get("use_zarr3", False) else "zarr"
         is_ocdbt = bool(metadata.get("use_ocdbt", True))
+        context = tensorstore.Context({_CACHE: {"total_bytes_limit": CACHE_BYTES}})
         futures = {
-            name: tensorstore.open(_spec(self._tree, name, driver, is_ocdbt), read=True, open=True)
+            name: tensorstore.open(_spec(self._tree, name, driver, is_ocdbt), read=True, open=True, context=context)
             for name in _leaf_names(self._tree, metadata)
         }
         self._stores: dict[str, Any] = {}
@@ -183,4 +187,4 @@ def _spec(tree: Path, name: str, driver: str, is_ocdbt: bool) -> dict[str, Any]:
         if ".." in Path(name).parts or Path(name).is_absolute():
             raise CheckpointError(f"{tree}: tensor name {name!r} points outside the checkpoint")
         store = {"driver": "file", "path": f"{root}/{name}/"}
-    return {"driver": driver, "kvstore": store}
+    return {"driver": driver, "kvstore": store, "cache_pool": _CACHE}

@@ -17,8 +17,8 @@ from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.request import Request, parse_prompt
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.resharding import ReshardReport
 from jaxserve.engine.stream import Content, Stream, deadline_after
-from jaxserve.reshard.resharding import ReshardReport
 from jaxserve.running_model import RunningModel
 from jaxserve.text.chat import split_conversations
 from jaxserve.text.chat_prompt import chat_prompt, read_template

@@ -16,8 +16,8 @@ from jaxserve.api.sampling_params import BeamSearchParams, SamplingParams
 from jaxserve.device.build import EnginePlan
 from jaxserve.engine.beam_search import BeamSearch
 from jaxserve.engine.calls import Calls
+from jaxserve.engine.resharding import ReshardReport
 from jaxserve.parsers import MessageParser, ParsedMessage, ends_in_line, starts_in_reasoning
-from jaxserve.reshard.resharding import ReshardReport
 from jaxserve.running_model import RunningModel
 from jaxserve.text.chat_prompt import chat_prompts, read_template
 from sharding import ShardingLayout

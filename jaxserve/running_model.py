@@ -11,10 +11,10 @@ from jaxserve.api.metric_types import Metric
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.device.memory import MemoryLedger
 from jaxserve.engine.loop import Loop
+from jaxserve.engine.resharding import Resharder
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.models.drafters.speculators import with_verifier
-from jaxserve.reshard.resharding import Resharder
 from jaxserve.text.chat_prompt import read_template
 from jaxserve.text.render_pool import RenderPool
 

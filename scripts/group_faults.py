@@ -24,8 +24,11 @@ _GROUP, _NODES = "tests/faults/test_group.py", "tests/jaxserve/group/test_nodes.
 ROWS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "killed": f"{_GROUP}::test_a_killed_follower",
+        "killed-in-a-move": f"{_GROUP}::test_a_follower_killed_while_the_group_moves",
         "exits": f"{_GROUP}::test_a_follower_that_fails[follower-exits]",
         "stopped": f"{_GROUP}::test_a_stopped_follower",
+        "out-of-memory": f"{_GROUP}::test_a_follower_that_fails[follower-exhausts]",
+        "collective-hangs": f"{_GROUP}::test_a_follower_that_fails[follower-stalls]",
         "hangs": f"{_GROUP}::test_a_follower_that_fails[follower-hangs]",
         "fails": f"{_GROUP}::test_a_follower_that_fails[follower-fails]",
         "misreads": f"{_GROUP}::test_a_follower_that_fails[follower-misreads]",
@@ -39,6 +42,8 @@ ROWS: Final[Mapping[str, str]] = MappingProxyType(
         "slow-link": "tests/faults/test_hosts.py::test_a_slow_link_is_no_fault",
         "one-by-one": f"{_NODES}::test_processes_started_one_by_one",
         "missing": f"{_NODES}::test_a_process_that_does_not_come",
+        "late": f"{_NODES}::test_a_process_that_comes_too_late",
+        "one-too-many": f"{_NODES}::test_a_process_that_comes_to_a_running_group",
         "differs": f"{_NODES}::test_processes_that_differ",
         "strangers": "tests/jaxserve/group/test_leader.py::test_only_processes_of_the_group_join",
         "port-in-use": "tests/jaxserve/group/test_leader.py::test_a_port_in_use",

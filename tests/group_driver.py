@@ -1,5 +1,7 @@
 """An engine in several processes without a server: process 0 runs every kind of request, and prints the outcomes."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -7,17 +9,20 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import tensorstore
 
+from checkpoints.orbax_io import OrbaxReader
 from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.api.errors import JaxserveError
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.request import parse_prompt
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.engine.resharding import Resharder
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.group.follower import run_follower
 from jaxserve.group.leader import Leader
@@ -26,19 +31,25 @@ from jaxserve.models.drafters.speculators import with_verifier
 
 NUM_REQUESTS = 24
 LIMIT_S = 300
+STEPS_BETWEEN_MOVES = 12
 _WANTED, _FOUND = "compile_requests_use_cache", "cache_hits"
 
 
-def run_requests(started: StartedEngine) -> list[Any]:
-    """Outcome, scores and vector of requests of all kinds in a random order, some of which are preempted."""
+def run_requests(started: StartedEngine, move: Callable[[], object] = lambda: None) -> list[Any]:
+    """Outcome, scores and vector of requests of all kinds in a random order, some of which are preempted; ``move`` is
+    called after some steps each."""
     from tests.jaxserve.test_request_mix import REQUESTS, outcome, scores  # starts JAX: not before a group has joined
 
     order, prepared = random.Random(1), []
     for prompt, params in order.choices(REQUESTS, k=NUM_REQUESTS):
         default = PoolingParams() if order.random() < 0.15 else SamplingParams(**params)
         prepared.append(started.engine.submit(parse_prompt(prompt, default=default)))
+    num_steps = 0
     while started.engine.num_unfinished:
         started.engine.step()
+        num_steps += 1
+        if num_steps % STEPS_BETWEEN_MOVES == 0:
+            move()
     outputs = [request.output() for request in prepared]
     return [[outcome(output), scores(output), output.embedding] for output in outputs]
 
@@ -49,10 +60,20 @@ def start(arguments: Mapping[str, Any], leader: Leader | None = None) -> Started
     return start_engine(with_verifier(config), leader)
 
 
-def outcomes_of_group(arguments: Mapping[str, Any], count: int, directory: Path) -> list[Any]:
-    """What the processes of a group give; each has an equal part of the devices."""
+def outcomes_of_group(
+    arguments: Mapping[str, Any], count: int, directory: Path, moves: Sequence[tuple[str, str | None]] = ()
+) -> list[Any]:
+    """What the processes of a group give; each has an equal part of the devices.
+
+    Args:
+        arguments: Those of ``LLM``.
+        count: Number of processes.
+        directory: For their files; ``moves`` will have the reports of the moves.
+        moves: Meshes and layouts to which the engine moves while requests run.
+    """
     (directory / "secret").write_bytes(os.urandom(32))
     given = [json.dumps(dict(arguments)), str(count), str(free_ports()), str(directory)]
+    given.append(json.dumps(moves))
     processes = []
     for rank in range(count):
         with (directory / f"log{rank}").open("wb") as log:
@@ -71,8 +92,12 @@ def outcomes_of_group(arguments: Mapping[str, Any], count: int, directory: Path)
 
 
 def free_ports() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        return first.getsockname()[1]
+    """The first of two ports that are free, and that the system gives to no other process's connection."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000, 2)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
 
 
 def num_compiled(directory: Path, rank: int) -> tuple[int, int]:
@@ -88,16 +113,26 @@ def num_read(directory: Path, rank: int) -> int:
 
 
 def _count_reads(path: Path) -> None:
-    read, total = os.preadv, 0
+    """Write the bytes that this process has read of checkpoints to a file, those that tensorstore reads included."""
+    read, read_box, total = os.preadv, OrbaxReader.read, 0
+
+    def write() -> None:
+        found = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+        path.write_text(str(total + sum(each["values"][0]["value"] for each in found)))
 
     def counted(*arguments: Any) -> int:
         nonlocal total
         count = read(*arguments)
         total += count
-        path.write_text(str(total))
+        write()
         return count
 
-    os.preadv = counted
+    def counted_box(*arguments: Any) -> Any:
+        box = read_box(*arguments)
+        write()
+        return box
+
+    os.preadv, OrbaxReader.read = counted, counted_box  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _note(path: Path, event: str) -> None:
@@ -133,7 +168,18 @@ def main() -> None:
 def _lead(leader: Leader, arguments: Mapping[str, Any], directory: Path) -> None:
     leader.join()
     started = start(arguments, leader)
-    found = run_requests(started)
+    config = with_verifier(EngineConfig.from_arguments(**{**SERVING_DEFAULTS, **arguments}))
+    resharder, moves, reports = Resharder(config, started), json.loads(sys.argv[6]), list[Any]()
+
+    def move() -> None:
+        for each in moves[len(reports) : len(reports) + 1]:
+            try:
+                reports.append(dataclasses.asdict(resharder.reshard(*each)))
+            except ValueError as error:  # the engine goes on as it was
+                reports.append(str(error))
+
+    found = run_requests(started, move)
+    (directory / "moves").write_text(json.dumps(reports))
     (directory / "outcomes").write_text(json.dumps(found))
     shards = [
         sum(

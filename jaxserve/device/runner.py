@@ -248,14 +248,16 @@ class LocalRunner:
 
     @property
     def pools(self) -> list[tuple[Pools, ...]]:
-        """The pages of each stage (``StepState.pages``), for reading or replacing them while no step is in flight."""
+        """The pages of each stage (``StepState.pages``), for reading or replacing them while no step is in flight; none
+        of a stage of other processes."""
         self._last.take_in_postponed()
-        return [stage.state.pages for stage in self._stages]
+        return [stage.state.pages if stage.is_here else () for stage in self._stages]
 
     @pools.setter
     def pools(self, pools: Sequence[tuple[Pools, ...]]) -> None:
         for stage, each in zip(self._stages, pools, strict=True):
-            stage.state = stage.state.with_pages(each)
+            if stage.is_here:
+                stage.state = stage.state.with_pages(each)
 
     def release(self) -> list[tuple[ShardedModel, tuple[jax.Array, ...]]]:
         """Free pages and slots, and give up the model and the packed parameters of each stage.
@@ -263,7 +265,7 @@ class LocalRunner:
         The runner cannot be used afterwards.
         """
         assert not self._launched, "steps are in flight"
-        for array in jax.tree.leaves(([stage.state for stage in self._stages], self._open_masks)):
+        for array in jax.tree.leaves(([stage.state for stage in self._stages if stage.is_here], self._open_masks)):
             array.delete()
         self._held_masks.forget()
         released = [(stage.model, stage.params) for stage in self._stages]

@@ -19,8 +19,8 @@ from sharding import Moves, find_moves, hand_over, mesh_devices, own_devices, pu
 class StageLink(Protocol):
     """Carries shards between the processes of an engine. Those of a channel come in the order in which they went."""
 
-    def send(self, process: int, channel: int, shards: Sequence[jax.Array]) -> None:
-        """Send shards, each on one device, once they are computed; return at once."""
+    def send(self, process: int, channel: int, shards: Sequence[jax.Array | np.ndarray]) -> None:
+        """Send shards, each on one device or in host memory, once they are computed; return at once."""
         ...
 
     def receive(self, process: int, channel: int) -> list[bytes]:

@@ -31,20 +31,27 @@ from jaxserve.group.messages import (
     Addresses,
     Agreed,
     Beat,
+    Dismiss,
     Done,
     End,
     Facts,
     Failed,
     Joined,
     Launch,
+    Move,
+    MoveAgreed,
+    Prepare,
     Ready,
     Reset,
     Results,
+    Settle,
     ShowStacks,
     Stacks,
     ToLeader,
     WarmUp,
+    Write,
 )
+from jaxserve.group.moving_follower import FollowerMoves
 from jaxserve.group.peers import Peers
 from jaxserve.group.results import encode_results
 from jaxserve.group.secure_link import check_certificate, is_distrust, reason_of
@@ -91,6 +98,7 @@ class LeaderLink:
         inbox: The messages to the thread that launches steps.
         number: The latest step that was launched; -1: none.
         is_running: Whether this process is compiled and loaded.
+        is_preparing: Whether it compiles for another mesh or layout, which keeps other threads waiting.
 
     Args:
         place: The place of this process in the group.
@@ -103,6 +111,7 @@ class LeaderLink:
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.number = -1
         self.is_running = False
+        self.is_preparing = False
         self._silent_s = 0.0
         self._num_signals = 0
         self._connection = _connected(place)
@@ -164,7 +173,8 @@ class LeaderLink:
             self.send(Beat())
             time.sleep(_BEAT_S)
             self._silent_s += _BEAT_S
-            if self._silent_s > (_SILENT_S if self.is_running else _SILENT_AT_START_S):
+            is_patient = self.is_preparing or not self.is_running
+            if self._silent_s > (_SILENT_AT_START_S if is_patient else _SILENT_S):
                 logger.error("the group ends: process 0 has sent nothing for %g s", self._silent_s)
                 _exit(EXIT_FAILED)
 
@@ -208,7 +218,9 @@ class Follower:
         self._link.send(Facts(plan_facts(plan)))
         plan = agreed_plan(config, plan, self._link.expect(Agreed).values, processes)
         self._ranks = StageRanks.of(plan)
-        self._runner = self._load(config, plan)
+        peers = self._stage_link(plan)
+        self._runner = self._load(config, plan, peers)
+        self._moves = FollowerMoves(self._link, self._place, processes, config, plan, peers)
         self._link.send(Ready())
         self._link.is_running = True
 
@@ -221,11 +233,11 @@ class Follower:
         peers.connect(self._link.expect(Addresses), self._ranks.partners(self._place.rank))
         return peers
 
-    def _load(self, config: EngineConfig, plan: EnginePlan) -> LocalRunner:
+    def _load(self, config: EngineConfig, plan: EnginePlan, peers: Peers | None) -> LocalRunner:
         check_weights(plan.directory, plan.models[0].whole_model(), plan.load_format)
         device = plan.models[0].mesh.devices.flat[0]
         programs = use_compilation_cache(config.compilation_cache_dir, device, config.compilation_cache_max_bytes)
-        (runner,) = make_runners(plan, self._stage_link(plan))[0]
+        (runner,) = make_runners(plan, peers)[0]
         if programs is not None:
             check_entries(programs)
         logger.info("%s is ready with %d devices", f"rank {self._place.rank}", jax.local_device_count())
@@ -242,6 +254,17 @@ class Follower:
                 self._steps.put((message.number, message.plans))
             elif isinstance(message, WarmUp):
                 self._runner.warm_up()
+            elif isinstance(message, Prepare | MoveAgreed | Dismiss):
+                self._moves.prepare(message)
+            elif isinstance(message, Move):
+                self._steps.join()
+                self._runner = self._moves.move(self._runner, message)
+                self._ranks = StageRanks.of(self._moves.plan)
+                self._forget()
+            elif isinstance(message, Write):
+                self._moves.write(message)
+            elif isinstance(message, Settle):
+                self._moves.settle()
             else:
                 assert isinstance(message, Reset), f"unexpected message {type(message).__name__}"
                 self._steps.join()

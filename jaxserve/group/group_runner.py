@@ -1,8 +1,10 @@
 """The runner of an engine whose devices are those of several processes, in the process that plans its steps."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from jaxserve.device.build import EnginePlan
+from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner, StepResult
 from jaxserve.group.digests import Digests
 from jaxserve.group.leader import Leader
@@ -14,7 +16,7 @@ from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.plan_codec import SentRows, encode_plans
 
 
-def lead(leader: Leader, own: Runner, plan: EnginePlan) -> "GroupRunner":
+def lead(leader: Leader, own: LocalRunner, plan: EnginePlan) -> "GroupRunner":
     """Wait until all followers are loaded; return the runner of all processes.
 
     Args:
@@ -23,7 +25,7 @@ def lead(leader: Leader, own: Runner, plan: EnginePlan) -> "GroupRunner":
         plan: What all processes run.
     """
     leader.wait_ready()
-    return GroupRunner(leader, own if plan.num_stages == 1 else OwnPart(own), StageRanks.of(plan))
+    return GroupRunner(leader, own, StageRanks.of(plan))
 
 
 class GroupRunner:
@@ -35,13 +37,39 @@ class GroupRunner:
         ranks: The ranks of each stage.
     """
 
-    def __init__(self, leader: Leader, own: Runner, ranks: StageRanks):
+    def __init__(self, leader: Leader, own: LocalRunner, ranks: StageRanks):
         self._leader = leader
-        self._own = own
-        self._ranks = ranks
         self._number = 0
         self._failure = ""
+        self.use(own, ranks)
+
+    def use(self, own: LocalRunner, ranks: StageRanks) -> None:
+        """Run the steps of other stages from now on, as the followers do.
+
+        Args:
+            own: Runs the part of this process.
+            ranks: The ranks of each stage.
+        """
+        self._local = own
+        self._own: Runner = own if len(ranks.ranks) == 1 else OwnPart(own)
+        self._ranks = ranks
         self._forget()
+
+    def release(self) -> LocalRunner:
+        """Return the part of this process, in which no step is in flight; ``use`` gives another one."""
+        assert not self._in_flight, "steps are in flight"
+        if isinstance(self._own, OwnPart):
+            self._own.release()
+        return self._local
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Let the group end if the block raises an error."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(error)
+            raise
 
     def _forget(self) -> None:
         self._sent = SentRows()
@@ -52,11 +80,8 @@ class GroupRunner:
     def warm_up(self) -> None:
         """See ``Runner``."""
         self._leader.send_all(WarmUp())
-        try:
+        with self.failing():
             self._own.warm_up()
-        except Exception as error:
-            self._fail(error)
-            raise
 
     def launch(self, plans: Sequence[StepPlan]) -> None:
         """See ``Runner``."""
@@ -64,24 +89,18 @@ class GroupRunner:
         self._leader.launched(number)
         self._leader.send_all(Launch(number, data))
         self._number += 1
-        try:
+        with self.failing():
             self._own.launch(plans)
-        except Exception as error:
-            self._fail(error)
-            raise
         self._in_flight.append((number, data))
 
     def collect(self) -> list[StepResult]:
         """See ``Runner``."""
         number, data = self._in_flight[0]
-        try:
+        with self.failing():
             results = self._own.collect()
             if self._ranks.reporters:
                 found = {rank: decode_results(self._leader.results(rank, number)) for rank in self._ranks.reporters}
                 results = merged(results, found, self._ranks.first_of_last)
-        except Exception as error:
-            self._fail(error)
-            raise
         self._in_flight.pop(0)
         digests = self._digests.add(data, results), self._digests_of_plans.add(data, [])
         self._leader.computed(number, *digests, self._ranks.ranks[-1])
@@ -89,7 +108,7 @@ class GroupRunner:
         return results
 
     def _fail(self, error: Exception) -> None:
-        """Let the group end because of a step that failed here, if no other process is its reason."""
+        """Let the group end because of a step or a move that failed here, if no other process is its reason."""
         self._failure = f"a step of rank 0 failed: {error}"
         self._leader.blame(error)
 

@@ -68,11 +68,17 @@ class Leader:
         self._reports: queue.SimpleQueue[tuple[bool, int, JaxserveError]] = queue.SimpleQueue()
         self._limits = SilenceLimits(place.step_timeout)
         self._peers: Peers | None = None
+        self._num_moves = 0
 
     @property
     def members(self) -> list[Member]:
         """The followers in the order of their ranks."""
         return [self._members[rank] for rank in sorted(self._members)]
+
+    @property
+    def names(self) -> list[str]:
+        """What to call each process in messages, in the order of ranks."""
+        return [f"rank 0 (host {host_name()})", *(member.name for member in self.members)]
 
     # ---------------------------------------------------------------- start
 
@@ -92,7 +98,7 @@ class Leader:
             ).start()
         threading.Thread(target=self._report, name="jaxserve-group-reports", daemon=True).start()
         threading.Thread(target=self._beat, name="jaxserve-group", daemon=True).start()
-        logger.info("all %d processes have joined: %s", self.place.count, ", ".join(self._names()))
+        logger.info("all %d processes have joined: %s", self.place.count, ", ".join(self.names))
         join_job(self.place)
 
     def _accept_all(self) -> None:
@@ -156,7 +162,7 @@ class Leader:
     def _compare(self, facts: dict[str, Any]) -> dict[str, int]:
         """Compare facts with those of all followers; return the numbers that all use."""
         found = [facts, *(self._expect(member, Facts).values for member in self.members)]
-        problem = difference(found, self._names())
+        problem = difference(found, self.names)
         if problem is not None:
             self._refuse_all(problem)
         numbers = least(found)
@@ -295,6 +301,25 @@ class Leader:
             found.append(Counter(f"{prefix}group_sent_bytes", labels, member.connection.num_sent_bytes))
         return found
 
+    # ---------------------------------------------------------------- moves
+
+    def next_move(self) -> int:
+        """Return the number of a new change of mesh or layout."""
+        self._num_moves += 1
+        return self._num_moves
+
+    def set_preparing(self, is_preparing: bool) -> None:
+        """Note whether followers compile while steps go on, and may be silent for longer."""
+        self._limits.is_preparing = is_preparing
+
+    def use_peers(self, peers: Peers, has_stages: bool) -> None:
+        """Close the connections of stages, and replace them if there are stages; all processes have moved."""
+        if self._peers is not None:
+            self._peers.close()
+        self._peers = peers if has_stages else None
+        if not has_stages:
+            peers.close()
+
     # ---------------------------------------------------------------- threads
 
     def _watch(self, member: Member) -> None:
@@ -325,6 +350,7 @@ class Leader:
             has_spoken: Whether it said so itself: another one that ended without a word may be its reason.
         """
         member.inbox.put(error)
+        member.moves.put(error)
         if self._limits.is_running or not has_spoken:
             self._is_failing.set()
             self._reports.put((has_spoken, member.rank, error))
@@ -371,6 +397,3 @@ class Leader:
             late = min(self.members, key=lambda member: member.launched)
         text = f"{late.name} {problem}; the latest step that it finished is {late.steps.number}"
         self._lose(late, EngineDeadError(text), has_spoken=False)
-
-    def _names(self) -> list[str]:
-        return [f"rank 0 (host {host_name()})", *(member.name for member in self.members)]

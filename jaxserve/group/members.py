@@ -9,7 +9,20 @@ import time
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.group.connection import PeerConnection
-from jaxserve.group.messages import CODEC, MAX_BYTES, Beat, Done, Failed, Hello, Stacks, ToFollower
+from jaxserve.group.messages import (
+    CODEC,
+    MAX_BYTES,
+    Beat,
+    Done,
+    Failed,
+    Hello,
+    Moved,
+    MoveFacts,
+    OfMoves,
+    Prepared,
+    Stacks,
+    ToFollower,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +37,7 @@ class Member:
         hello: What it said of itself.
         connection: The connection to it.
         inbox: Its messages about the start, or the error with which it failed.
+        moves: Its messages about changes of mesh or layout, or that error.
         steps: Its steps.
         silent_s: Seconds since its last message.
         launched: The latest step that it said it has launched.
@@ -40,6 +54,7 @@ class Member:
         self.hello = hello
         self.connection = connection
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.moves: queue.SimpleQueue[OfMoves | JaxserveError] = queue.SimpleQueue()
         self.steps = Steps()
         self.silent_s = 0.0
         self.launched = -1
@@ -77,6 +92,8 @@ class Member:
             if not message.is_setting:
                 logger.error("%s failed:\n%s", self.name, message.traceback)
             return (ConfigError if message.is_setting else EngineDeadError)(f"{self.name}: {message.error}")
+        elif isinstance(message, MoveFacts | Prepared | Moved):
+            self.moves.put(message)
         elif not isinstance(message, Beat):
             self.inbox.put(message)
         return None
@@ -149,6 +166,7 @@ class SilenceLimits:
 
     Attributes:
         is_running: Whether all are compiled and loaded.
+        is_preparing: Whether they compile for another mesh or layout while steps go on.
 
     Args:
         step_timeout: Seconds for a step.
@@ -156,13 +174,14 @@ class SilenceLimits:
 
     def __init__(self, step_timeout: float):
         self.is_running = False
+        self.is_preparing = False
         self._step_timeout = step_timeout
 
     def problem(self, member: Member, passed_s: float) -> str | None:
         """Return what is wrong with a follower after some more seconds, not counting those in which this process itself
         was stopped."""
         member.silent_s += passed_s
-        limit_s = _SILENT_S if self.is_running else _SILENT_AT_START_S
+        limit_s = _SILENT_S if self.is_running and not self.is_preparing else _SILENT_AT_START_S
         if member.silent_s > limit_s:
             return f"has sent nothing for {limit_s:g} s"
         if member.steps.late_s > self._step_timeout:

@@ -138,6 +138,83 @@ class Results:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepare:
+    """Plan and compile a change of mesh or layout while steps go on."""
+
+    number: int
+    """Number of the move."""
+    changes: dict[str, Any]
+    """The settings that change."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveFacts:
+    """What the follower is about to move to, as ``Facts``, and where it waits for the others."""
+
+    number: int
+    values: dict[str, Any]
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveAgreed:
+    """All are about to move to the same; as ``Agreed`` and ``Addresses``."""
+
+    number: int
+    values: dict[str, int]
+    hosts: list[str]
+    ports: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The follower is connected to the others, and has compiled."""
+
+    number: int
+    error: str
+    """Why it cannot move; empty: it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """The move is given up."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Move all that the devices hold. No step is in flight."""
+
+    number: int
+    pages: list[list[int]]
+    """The cached pages of each scheduler that are kept."""
+    states: list[list[int]]
+    """The state pages likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write the cached pages and states that were kept: each a ``PageMove`` or ``StateMove``, by new scheduler."""
+
+    moves: list[list[list[int]]]
+    state_moves: list[list[list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The follower has moved."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """All have moved."""
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
     """The sender is alive. Sent every second by both."""
 
@@ -173,8 +250,12 @@ class End:
     """Why the group failed; empty: it did not."""
 
 
-ToFollower = Challenge | Welcome | Joined | Agreed | Addresses | WarmUp | Launch | Reset | Beat | ShowStacks | End
-ToLeader = Hello | Facts | Listening | Ready | Done | Results | Beat | Stacks | Failed
+AboutMoves = Prepare | MoveAgreed | Dismiss | Move | Write | Settle
+ToFollower = (
+    Challenge | Welcome | Joined | Agreed | Addresses | WarmUp | Launch | Reset | Beat | ShowStacks | End | AboutMoves
+)
+OfMoves = MoveFacts | Prepared | Moved
+ToLeader = Hello | Facts | Listening | Ready | Done | Results | Beat | Stacks | Failed | OfMoves
 
 CODEC = Codec(
     {
@@ -182,6 +263,7 @@ CODEC = Codec(
         for cls in (
             *(Challenge, Hello, Welcome, Joined, Facts, Agreed, Ready, WarmUp, Launch, Reset, Done),
             *(Beat, ShowStacks, Stacks, Failed, End, Listening, Addresses, Shard, Results),
+            *(Prepare, MoveFacts, MoveAgreed, Prepared, Dismiss, Move, Write, Moved, Settle),
         )
     }
 )

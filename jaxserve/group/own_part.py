@@ -45,10 +45,14 @@ class OwnPart:
         self._wait()
         self._runner.reset()
 
-    def close(self) -> None:
-        """See ``Runner``."""
+    def release(self) -> None:
+        """End the thread; the runner is no longer used through this object."""
         self._wait()
         self._plans.put(None)
+
+    def close(self) -> None:
+        """See ``Runner``."""
+        self.release()
         self._runner.close()
 
     def _wait(self) -> None:

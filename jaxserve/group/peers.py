@@ -36,7 +36,9 @@ class Peers:
         self._on_failure = on_failure
         self._connections: dict[int, PeerConnection] = {}
         self._epoch = 0
-        self._unsent: queue.SimpleQueue[tuple[int, int, int, Sequence[jax.Array]] | None] = queue.SimpleQueue()
+        self._unsent: queue.SimpleQueue[tuple[int, int, int, Sequence[jax.Array | np.ndarray]] | None] = (
+            queue.SimpleQueue()
+        )
         self._changed = threading.Condition()
         self._arrived: dict[tuple[int, int], collections.deque[Shard]] = {}
         self._ended: dict[int, Exception] = {}
@@ -103,16 +105,18 @@ class Peers:
 
     def close(self) -> None:
         """Close all connections, once no step is in flight in any process."""
+        self._listener.close()
         self._unsent.put(None)
         for connection in self._connections.values():
             connection.close()
 
     # ---------------------------------------------------------------- steps
 
-    def send(self, process: int, channel: int, shards: Sequence[jax.Array]) -> None:
+    def send(self, process: int, channel: int, shards: Sequence[jax.Array | np.ndarray]) -> None:
         """See ``StageLink``."""
         for shard in shards:
-            shard.copy_to_host_async()
+            if not isinstance(shard, np.ndarray):
+                shard.copy_to_host_async()
         self._unsent.put((process, self._epoch, channel, shards))
 
     def receive(self, process: int, channel: int) -> list[bytes]:

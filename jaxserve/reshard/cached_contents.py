@@ -6,25 +6,34 @@ from typing import NamedTuple
 from jaxserve.device.build import EnginePlan
 from jaxserve.device.runner import LocalRunner
 from jaxserve.reshard.cache_moves import KeptState, PageMove, StateMove, best_states, newest_pages
+from jaxserve.reshard.exchange import Exchange
 from jaxserve.reshard.move_memory import host_room
-from jaxserve.reshard.page_transfer import HostPages, PageReader, PageWrite, PageWriter, page_bytes
-from jaxserve.reshard.state_transfer import HostStates, StateReader, StateWrite, StateWriter, has_states, state_bytes
+from jaxserve.reshard.page_transfer import HostPages, PageReader, PageWrite, PageWriter, page_bytes, receivers_of
+from jaxserve.reshard.state_transfer import (
+    HostStates,
+    StateReader,
+    StateWrite,
+    StateWriter,
+    has_states,
+    receivers_of_states,
+    state_bytes,
+)
 from jaxserve.scheduling.scheduler import Scheduler
 
 
 class CachedContents(NamedTuple):
-    """Copies of what the prefix cache of each old scheduler holds, as far as the host has room.
+    """Copies of what the prefix cache of each old scheduler holds.
 
     Attributes:
-        pages: The pages, the most recently used first.
+        pages: The pages.
         page_copies: Their contents; empty if none are moved.
-        states: The checkpoints, those to keep longest first.
+        states: The state pages.
         state_copies: Their states.
     """
 
-    pages: list[list[int]]
+    pages: Sequence[Sequence[int]]
     page_copies: list[HostPages]
-    states: list[list[KeptState]]
+    states: Sequence[Sequence[int]]
     state_copies: list[HostStates]
 
 
@@ -35,13 +44,18 @@ class CacheTransfer:
         old: Plan of the old engine.
         new: Plan of the new one.
         shares: Whether the new engine can use what the old one has cached.
+        exchange: Leads to the other processes; None if this one has all devices.
     """
 
-    def __init__(self, old: EnginePlan, new: EnginePlan, shares: bool):
+    def __init__(self, old: EnginePlan, new: EnginePlan, shares: bool, exchange: Exchange | None = None):
         self._old, self._new, self._shares = old, new, shares
-        self._readers = [PageReader(sharded) for sharded in old.models] if shares else []
+        pages = None if exchange is None else receivers_of(new.models)
+        states = None if exchange is None else receivers_of_states(new.models)
+        self._readers = [PageReader(sharded, exchange, pages) for sharded in old.models] if shares else []
         self._writers = [PageWriter(sharded) for sharded in new.models] if shares else []
-        self._state_readers = [StateReader(each) if has_states(each) else None for each in old.models if shares]
+        self._state_readers = [
+            StateReader(each, exchange, states) if has_states(each) else None for each in old.models if shares
+        ]
         self._state_writers = [StateWriter(each) if has_states(each) else None for each in new.models if shares]
 
     @property
@@ -50,35 +64,45 @@ class CacheTransfer:
         states = sum(each is not None for each in (*self._state_readers, *self._state_writers))
         return sum(each.num_programs for each in (*self._readers, *self._writers)) + states
 
-    def read(
-        self, runners: Sequence[LocalRunner], schedulers: Sequence[Scheduler], utilization: float
-    ) -> CachedContents:
-        """Copy the cached pages and states of each scheduler to the host.
+    def choose(
+        self, schedulers: Sequence[Scheduler], utilization: float, num_processes: int = 1
+    ) -> tuple[list[list[int]], list[list[KeptState]]]:
+        """Return the cached pages of each scheduler, the most recently used first, and the checkpoints, those to keep
+        longest first, as far as the host has room for copies.
 
         Args:
-            runners: The old runners, whose lanes the schedulers are in turn.
             schedulers: The old schedulers, in which no sequence runs.
             utilization: Share of the host's memory that may be used.
+            num_processes: Number of processes that may keep copies of the same pages.
         """
-        room = host_room(self._old, self._new, utilization) if self._shares else 0
+        room = host_room(self._old, self._new, utilization, num_processes) if self._shares else 0
         stages = self._old.replicas[0]
         size = sum(map(state_bytes, filter(has_states, stages)))
         states = best_states(schedulers, room // 2 // size if size else 0)
         room -= size * sum(map(len, states))
-        pages = newest_pages(schedulers, room // max(1, sum(map(page_bytes, stages))))
+        return newest_pages(schedulers, room // max(1, sum(map(page_bytes, stages)))), states
+
+    def read(
+        self, runners: Sequence[LocalRunner], pages: Sequence[Sequence[int]], states: Sequence[Sequence[int]]
+    ) -> CachedContents:
+        """Copy pages and states of each old scheduler to the host.
+
+        Args:
+            runners: The old runners, whose lanes the schedulers are in turn.
+            pages: The pages of each scheduler.
+            states: The state pages of each.
+        """
         page_copies, state_copies = list[HostPages](), list[HostStates]()
         readers = zip(self._readers, self._state_readers, strict=True)
-        num_lanes = len(schedulers) // len(runners)
-        for first, runner in zip(range(0, len(schedulers), num_lanes), runners if self._shares else (), strict=False):
+        num_lanes = len(pages) // len(runners)
+        for first, runner in zip(range(0, len(pages), num_lanes), runners if self._shares else (), strict=False):
             lanes, part = [(HostPages(), HostStates()) for _ in range(num_lanes)], slice(first, first + num_lanes)
-            own = [[checkpoint.page for checkpoint, _ in each] for each in states[part]]
             for arrays in runner.pools:
                 reader, state_reader = next(readers)
                 for (lane, _), found in zip(lanes, reader.read(arrays, pages[part]), strict=True):
                     lane |= found
-                for (_, lane), found in zip(
-                    lanes, state_reader.read(arrays, own) if state_reader else (), strict=False
-                ):
+                copies = state_reader.read(arrays, states[part]) if state_reader else ()
+                for (_, lane), found in zip(lanes, copies, strict=False):
                     lane |= found
             page_copies += [lane for lane, _ in lanes]
             state_copies += [lane for _, lane in lanes]
@@ -95,7 +119,7 @@ class CacheTransfer:
         if not self._shares:
             return
         indices = [{page: index for index, page in enumerate(each)} for each in contents.pages]
-        own = [{checkpoint.page: index for index, (checkpoint, _) in enumerate(each)} for each in contents.states]
+        own = [{page: index for index, page in enumerate(each)} for each in contents.states]
         copies, states = contents.page_copies, contents.state_copies
         writes = [[PageWrite(copies[m.lane], indices[m.lane][m.source], m.target, m.table) for m in e] for e in moves]
         own_writes = [[StateWrite(states[m.lane], own[m.lane][m.source], m.target) for m in e] for e in state_moves]

@@ -10,19 +10,24 @@ from jaxserve.device.memory import device_memory_bytes, gib, resident_bytes, usa
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.models.abstract import AbstractModel
 from jaxserve.reshard.resident_weights import move_steps
+from sharding import own_device
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
 
 _LARGEST_COPIES = 3  # of the largest parameter: its old arrays joined, its new part, and the packed new part
 
 
-def host_room(old: EnginePlan, new: EnginePlan, utilization: float) -> int:
+def host_room(old: EnginePlan, new: EnginePlan, utilization: float, num_processes: int = 1) -> int:
     """Return the bytes of host memory that copies of cached pages and states may take while weights move; see
-    ``check_move_memory``. For GPUs, it is twice the size of both."""
+    ``check_move_memory``. For GPUs, it is twice the size of both.
+
+    Each of several processes may have all copies, and they may all be on this host.
+    """
     device = _device(old)
     if device.platform != "cpu":
         return 2 * sum(sharded.pool_bytes * sharded.mesh.devices.size for sharded in old.models)
-    return max(0, _free_host_bytes(device, utilization) - _needed_host_bytes(old, new))
+    free = _free_host_bytes(device, utilization) - (num_processes - 1) * resident_bytes()
+    return max(0, free - _needed_host_bytes(old, new)) // num_processes
 
 
 def check_move_memory(old: EnginePlan, new: EnginePlan, utilization: float) -> None:
@@ -108,7 +113,7 @@ def _largest(plan: EnginePlan) -> int:
 
 
 def _device(plan: EnginePlan) -> Device:
-    return plan.models[0].mesh.devices.flat[0]
+    return own_device(plan.models[0].mesh)
 
 
 def _free_host_bytes(device: Device, utilization: float) -> int:

@@ -6,7 +6,7 @@ Each compiled program is called with a fixed number of pages.
 
 import collections
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,9 @@ from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import Pools
 from jaxserve.layers.kv_layout import PoolKind
+from jaxserve.reshard.exchange import Exchange
 from jaxserve.reshard.state_transfer import can_share_states
+from sharding import own_devices
 
 _CALL_BYTES = 16 << 20  # of the pages that one call moves
 
@@ -160,6 +162,8 @@ class LayerPages(NamedTuple):
     arrays: tuple[np.ndarray, ...]
 
 
+Receivers = Mapping[int, Collection[int]]
+"""The processes that need what layers of the whole model have cached."""
 HostPages = dict[int, LayerPages]
 """Pages of one lane in host memory, by layer of the whole model."""
 
@@ -180,6 +184,16 @@ class PageWrite(NamedTuple):
     table: int = 0
 
 
+def receivers_of(stages: Sequence[ShardedModel]) -> dict[int, frozenset[int]]:
+    """Return the processes that have devices with pages of each layer."""
+    return {
+        layer: frozenset(int(device.process_index) for device in sharded.mesh.devices.flat)
+        for sharded in stages
+        for stack in _Stack.all_of(sharded)
+        for layer, _, _ in stack.layers
+    }
+
+
 class PageReader:
     """Reads pages from the pools of a stage.
 
@@ -188,40 +202,65 @@ class PageReader:
 
     Args:
         sharded: The stage.
+        exchange: Leads to the other processes; None if this one has all devices.
+        receivers: The processes that need what it reads; None if there is one process.
     """
 
-    def __init__(self, sharded: ShardedModel):
+    def __init__(self, sharded: ShardedModel, exchange: Exchange | None = None, receivers: Receivers | None = None):
         self._sharded = sharded
+        self._exchange, self._receivers = exchange or Exchange(), receivers
         self._stacks = _Stack.all_of(sharded)
         self._compiled, self.num_programs = _compile_kinds(sharded, self._stacks, _compile_read)
 
     def read(self, pools: Sequence[Pools], pages: Sequence[Sequence[int]]) -> list[HostPages]:
-        """Return copies of the given pages of each lane; ``pools`` are all arrays of the stage."""
+        """Return copies of the given pages of each lane, in the processes that need them.
+
+        Args:
+            pools: All arrays of the stage; none in a process without devices of it.
+            pages: The pages of each lane.
+        """
         copied, arrays_of = list[HostPages]({} for _ in pages), [*pools]
         del arrays_of[self._sharded.kv_layout.state_places]
-        for stack, read, arrays in zip(self._stacks, self._compiled, arrays_of, strict=True):
+        given = arrays_of or [None for _ in self._stacks]
+        for stack, read, arrays in zip(self._stacks, self._compiled, given, strict=True):
             lanes = self._read_stack(stack, read, arrays, pages)
-            for lane, copies in zip(copied, lanes, strict=True):
+            for lane, copies in zip(copied, lanes, strict=bool(lanes)):
                 for layer, _, pool in stack.layers:
                     lane[layer] = LayerPages(stack.num_heads, tuple(copy[pool] for copy in copies))
         return copied
 
     def _read_stack(
-        self, stack: _Stack, read: jax.stages.Compiled, arrays: Pools, pages: Sequence[Sequence[int]]
+        self,
+        stack: _Stack,
+        read: jax.stages.Compiled | None,
+        arrays: Pools | None,
+        pages: Sequence[Sequence[int]],
     ) -> list[tuple[np.ndarray, ...]]:
-        """Return the arrays [pools, pages, ...] of each lane."""
-        lanes = [
-            tuple(np.empty((stack.num_pools, len(each), *array.shape[1:]), array.dtype) for array in arrays)
-            for each in pages
-        ]
+        """Return the arrays [pools, pages, ...] of each lane; nothing in a process that does not need them."""
+        lanes, receivers = list[tuple[np.ndarray, ...]](), self._receivers_of(stack)
+        if receivers is None or self._exchange.process in receivers:
+            lanes = [
+                tuple(np.empty((stack.num_pools, len(each), *array.shape[1:]), array.dtype) for array in stack.structs)
+                for each in pages
+            ]
         for start in range(0, max(map(len, pages)), stack.capacity):
-            outputs = read(arrays, _call_pages(self._sharded, pages, start, stack.capacity))
-            for i, array in enumerate(outputs):
-                parts = np.asarray(array).reshape(len(pages), stack.num_pools, stack.capacity, *array.shape[1:])
+            outputs: Any = [None for _ in stack.structs]
+            if read is not None:
+                outputs = read(arrays, _call_pages(self._sharded, pages, start, stack.capacity))
+            for i, (array, struct) in enumerate(zip(outputs, _contents(self._sharded, stack), strict=True)):
+                whole = self._exchange.whole(array, struct, receivers)
+                if whole is None:
+                    continue
+                parts = whole.reshape(len(pages), stack.num_pools, stack.capacity, *struct.shape[1:])
                 for lane, part in zip(lanes, parts, strict=True):
                     end = min(start + stack.capacity, lane[i].shape[1])
                     lane[i][:, start:end] = part[:, : max(end - start, 0)]
         return lanes
+
+    def _receivers_of(self, stack: _Stack) -> frozenset[int] | None:
+        if self._receivers is None:
+            return None
+        return frozenset(process for layer, _, _ in stack.layers for process in self._receivers[layer])
 
 
 class PageWriter:
@@ -241,6 +280,8 @@ class PageWriter:
 
     def write(self, pools: Sequence[Pools], writes: Sequence[Sequence[PageWrite]]) -> tuple[Pools, ...]:
         """Return all arrays of the stage with the given pages of each lane written. Donates those of pages."""
+        if not pools:
+            return ()
         written, arrays_of, places = list[Pools](), [*pools], self._sharded.kv_layout.state_places
         states = arrays_of[places]
         del arrays_of[places]
@@ -257,8 +298,11 @@ class PageWriter:
 
 def _compile_kinds(
     sharded: ShardedModel, stacks: Sequence[_Stack], compile_one: Callable[[ShardedModel, _Stack], jax.stages.Compiled]
-) -> tuple[list[jax.stages.Compiled], int]:
-    """Return a compiled program for each stack, and how many there are: equal stacks share one."""
+) -> tuple[list[Any], int]:
+    """Return a compiled program for each stack, and how many there are: equal stacks share one. In a process without
+    devices of the stage there are none."""
+    if not own_devices(sharded.mesh):
+        return [None for _ in stacks], 0
     kinds = {stack.structs: stack for stack in stacks}
     compiled = {key: compile_one(sharded, stack) for key, stack in kinds.items()}
     return [compiled[stack.structs] for stack in stacks], len(compiled)
@@ -283,12 +327,16 @@ def _compile_write(sharded: ShardedModel, stack: _Stack) -> jax.stages.Compiled:
         return tuple(pool.at[places].set(rows) for pool, rows in zip(pools, contents, strict=True))
 
     pages = sharded.rows_struct((stack.capacity,), jnp.int32)
+    arguments = (stack.structs, pages, _contents(sharded, stack))
+    return sharded.trace(write, arguments, out_shardings=shardings(stack.structs), donated=[0]).lower().compile()
+
+
+def _contents(sharded: ShardedModel, stack: _Stack) -> tuple[Any, ...]:
+    """Return shapes and shardings of the pages of a call."""
     num_rows = sharded.num_lanes * stack.num_pools * stack.capacity
-    contents = tuple(
+    return tuple(
         jax.ShapeDtypeStruct((num_rows, *pool.shape[1:]), pool.dtype, sharding=pool.sharding) for pool in stack.structs
     )
-    arguments = (stack.structs, pages, contents)
-    return sharded.trace(write, arguments, out_shardings=shardings(stack.structs), donated=[0]).lower().compile()
 
 
 def _places(pages: Int[Array, " C"], count: int, num_pages: int) -> Int[Array, " P"]:

@@ -5,109 +5,21 @@ at loading. So the layouts and storage methods may differ in any way, and no bit
 """
 
 import collections
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from checkpoints import Bounds, CheckpointReader, Index, Piece, TensorInfo, TensorRecipe, index_bounds, read_shard
-from checkpoints.reader import BaseReader
+from checkpoints import Bounds, CheckpointReader, index_bounds, read_shard
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.models.abstract import LogicalParam
-from pallas_kernels.quantized import with_columns, with_span
-from sharding import put_parts
+from jaxserve.reshard.exchange import Exchange, Part
+from jaxserve.reshard.parameter_reader import ParameterReader, RecordReader
+from sharding import own_devices, put_parts
 from sharding.mesh import Device
-
-
-class _RecordReader(BaseReader):
-    """Shows rows of records as another layout has them: of another number of features, or in another order of them.
-
-    Args:
-        reader: The rows.
-        old: The weight that they are.
-        new: The weight in the other layout.
-    """
-
-    def __init__(self, reader: "ParameterReader", old: LogicalParam, new: LogicalParam):
-        self._reader, self._forms, self._kept = reader, old.forms, (old.kept, new.kept)
-        assert new.span is not None, new
-        self._span, shapes = new.span, dict(new.recipe.sources)
-        self.tensors = {name: TensorInfo(shapes[name], info.dtype) for name, info in reader.tensors.items()}
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        """Return a box of a tensor as a new array; all of its rows are read."""
-        form, whole = self._forms[name], self._reader.tensors[name].shape
-        rows = self._reader.read(name, (*index[:-1], slice(0, whole[-1])))
-        rows_of_records = rows.reshape(-1, whole[-1])
-        if name in self._kept[0]:
-            found = with_columns(rows_of_records, form, self._span, self._columns(name))
-        else:
-            found = with_span(rows_of_records, form, self._span)
-        return np.ascontiguousarray(found.reshape(*rows.shape[:-1], -1)[..., index[-1]])
-
-    def _columns(self, name: str) -> np.ndarray:
-        """Return the column of the old records that each one of the new is, or its complement; see ``ColumnOrder``."""
-        old, new = (kept[name].order for kept in self._kept)
-        assert old is not None and new is not None, name
-        columns = old.of_matrix
-        places = np.empty(old.own * len(old.columns), np.int32)
-        places[columns[columns >= 0]] = np.flatnonzero(columns >= 0)
-        columns = new.of_matrix
-        return np.where(columns < 0, ~places[~columns], places[columns])
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class ParameterReader(BaseReader):
-    """A ``CheckpointReader`` of the tensors that one parameter was made of.
-
-    Args:
-        recipe: How the parameter was made.
-        whole: The parameter.
-    """
-
-    def __init__(self, recipe: TensorRecipe, whole: np.ndarray):
-        self._whole = whole
-        self._pieces: dict[str, list[Piece]] = {}
-        for piece in {(piece.source, piece.source_start, piece.shape): piece for piece in recipe.pieces}.values():
-            self._pieces.setdefault(piece.source, []).append(piece)
-        self.tensors = {name: TensorInfo(shape, whole.dtype) for name, shape in recipe.sources}
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        """Return a box of a tensor as a new contiguous array."""
-        bounds = index_bounds(index, self.tensors[name].shape)
-        box = np.empty([stop - start for start, stop in bounds], self._whole.dtype)
-        num_found = 0
-        for piece in self._pieces[name]:
-            ends = [start + length for start, length in zip(piece.source_start, piece.source_shape, strict=True)]
-            starts = [max(start, first) for start, (first, _) in zip(piece.source_start, bounds, strict=True)]
-            stops = [min(end, stop) for end, (_, stop) in zip(ends, bounds, strict=True)]
-            if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-                continue
-            part = box[
-                tuple(slice(a - first, b - first) for a, b, (first, _) in zip(starts, stops, bounds, strict=True))
-            ]
-            part[...] = _target_box(self._whole, piece, starts, stops).reshape(part.shape)
-            num_found += part.size
-        assert num_found == box.size, f"{name}: the parameter has {num_found} of {box.size} elements"
-        return box
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def _target_box(whole: np.ndarray, piece: Piece, starts: Sequence[int], stops: Sequence[int]) -> np.ndarray:
-    """Return the part of a parameter that comes from a box of a piece's source, with the source's order of axes."""
-    extra = len(piece.source_start) - len(piece.shape)
-    order = -1 if piece.is_transposed else 1
-    skips = [a - start for a, start in zip(starts[extra:], piece.source_start[extra:], strict=True)][::order]
-    lengths = [b - a for a, b in zip(starts[extra:], stops[extra:], strict=True)][::order]
-    begins = [target + skip for target, skip in zip(piece.target_start, skips, strict=True)]
-    box = whole[tuple(slice(begin, begin + length) for begin, length in zip(begins, lengths, strict=True))]
-    return box.T if piece.is_transposed else box
 
 
 def check_same_parameters(old: Sequence[ShardedModel], new: Sequence[ShardedModel]) -> None:
@@ -184,21 +96,19 @@ class TakenParameter(NamedTuple):
 
     Attributes:
         param: The parameter.
-        parts: The part of each stored array, by the bounds of a device's part of the parameter.
+        parts: The part of each stored array, by the bounds of a device's part of the parameter: all of them, or those
+            that the devices of this process need.
     """
 
     param: LogicalParam
     parts: dict[Bounds, list[np.ndarray]]
 
     def parts_for(self, param: LogicalParam) -> dict[Bounds, list[np.ndarray]]:
-        """Return the parts by which another layout stores the parameter: the same memory if they are the same."""
-        wanted = dict.fromkeys(_bounds_of(param).values())
-        is_same = (param.recipe, param.stored, param.orders) == (
-            self.param.recipe,
-            self.param.stored,
-            self.param.orders,
-        )
-        if is_same and wanted.keys() <= self.parts.keys():
+        """Return the parts by which another layout stores the parameter on devices of this process: the same memory if
+        they are the same."""
+        own = jax.process_index()
+        wanted = {bounds: None for device, bounds in _bounds_of(param).items() if device.process_index == own}
+        if _is_stored_alike(self.param, param) and wanted.keys() <= self.parts.keys():
             return {bounds: self.parts[bounds] for bounds in wanted}
         reader, dtype = self._reader(param), param.struct.dtype
         return {bounds: param.fill(read_shard(reader, param.recipe, bounds, dtype), bounds) for bounds in wanted}
@@ -210,7 +120,7 @@ class TakenParameter(NamedTuple):
             return reader
         if param.span == self.param.span and param.kept == self.param.kept:
             return reader
-        return _RecordReader(reader, self.param, param)
+        return RecordReader(reader, self.param, param)
 
     def _whole(self) -> np.ndarray:
         """Return the parameter as its recipe describes it."""
@@ -222,6 +132,27 @@ class TakenParameter(NamedTuple):
         for bounds, part in self.parts.items():
             whole[tuple(slice(*each) for each in bounds)] = self.param.restore(part)
         return whole
+
+
+def _is_stored_alike(old: LogicalParam, new: LogicalParam) -> bool:
+    """Return whether equal bounds of a parameter mean equal bytes in two layouts."""
+    return (old.recipe, old.stored, old.orders) == (new.recipe, new.stored, new.orders)
+
+
+def _wanted_by(old: LogicalParam, new: Iterable[LogicalParam]) -> dict[int, list[Bounds]]:
+    """Return the bounds of the parts of an old parameter that each process needs to make its parts of the new ones.
+
+    Where they are stored in another way, it needs all of the parameter.
+    """
+    kept, wanted, differs = dict.fromkeys(_bounds_of(old).values()), dict[int, dict[Bounds, None]](), set[int]()
+    for param in new:
+        is_alike = _is_stored_alike(old, param)
+        for device, bounds in _bounds_of(param).items():
+            process = int(device.process_index)
+            wanted.setdefault(process, {})[bounds] = None
+            if not is_alike or bounds not in kept:
+                differs.add(process)
+    return {process: [*(kept if process in differs else bounds)] for process, bounds in wanted.items()}
 
 
 def _bounds_of(param: LogicalParam) -> dict[Device, Bounds]:
@@ -236,12 +167,16 @@ class WeightSource:
 
     Args:
         sharded: The old stage.
-        packed: Its packed parameters; the caller must keep no other reference.
+        packed: Its packed parameters, none in a process without devices of it; the caller must keep no other
+            reference.
         wanted: Paths of the parameters that will be taken from it; others are freed at once.
+        exchange: Leads to the other processes.
     """
 
-    def __init__(self, sharded: ShardedModel, packed: Iterable[jax.Array], wanted: Iterable[str]):
-        self._logical = sharded.abstract_model.logical
+    def __init__(self, sharded: ShardedModel, packed: Iterable[jax.Array], wanted: Iterable[str], exchange: Exchange):
+        self._exchange = exchange
+        self._logical, self._structs = sharded.abstract_model.logical, sharded.abstract_model.params
+        self._own = own_devices(sharded.mesh)
         names = list(sharded.abstract_model.params)
         self._positions: dict[str, tuple[int, int | None]] = {}
         for number, group in enumerate(sharded.packing.groups):
@@ -253,15 +188,37 @@ class WeightSource:
         self._packed = {number: array for number, array in enumerate(packed) if self._num_left[number]}
         self._host: dict[int, dict[Device, np.ndarray]] = {}
 
-    def take(self, path: str) -> TakenParameter:
-        """Return a parameter's parts on the host; each wanted parameter may be taken once."""
+    def take(self, path: str, wanted: Mapping[int, Sequence[Bounds]]) -> TakenParameter:
+        """Return a parameter's parts on the host; each wanted parameter may be taken once.
+
+        Args:
+            path: The parameter.
+            wanted: The bounds of the parts that each process wants.
+        """
         param = self._logical[path]
-        owners = {bounds: device for device, bounds in reversed(_bounds_of(param).items())}
-        arrays = [self._take_array(name, [*owners.values()]) for name in param.arrays]
-        return TakenParameter(param, {bounds: [a[device] for a in arrays] for bounds, device in owners.items()})
+        owners = dict[Bounds, list[Device]]()
+        for device, bounds in _bounds_of(param).items():
+            owners.setdefault(bounds, []).append(device)
+        own = {
+            bounds: next((each for each in devices if each in self._own), None) for bounds, devices in owners.items()
+        }
+        held = [self._take_array(name, [each for each in own.values() if each is not None]) for name in param.arrays]
+        structs, parts = [self._structs[name] for name in param.arrays], dict[tuple[Bounds, int], Part]()
+        for bounds, devices in owners.items():
+            holders = tuple(dict.fromkeys(int(device.process_index) for device in devices))
+            for index, (struct, arrays) in enumerate(zip(structs, held, strict=True)):
+                shape = struct.sharding.shard_shape(struct.shape)
+                read = functools.partial(arrays.__getitem__, own[bounds])
+                parts[bounds, index] = Part(holders, shape, struct.dtype, read)
+        keys = {process: [(each, i) for each in bounds for i in range(len(held))] for process, bounds in wanted.items()}
+        found = self._exchange.share(parts, keys)
+        taken = dict.fromkeys(bounds for bounds, _ in found)
+        return TakenParameter(param, {bounds: [found[bounds, i] for i in range(len(held))] for bounds in taken})
 
     def _take_array(self, name: str, devices: Sequence[Device]) -> Mapping[Device, np.ndarray]:
-        """Return an array's parts on these devices, which hold all of it; free the argument after its last array."""
+        """Return an array's parts on devices of this process; free the argument after its last array."""
+        if not devices:
+            return {}
         number, layer = self._positions[name]
         if number not in self._host:
             shards = {shard.device: shard.data for shard in self._packed.pop(number).addressable_shards}
@@ -274,7 +231,7 @@ class WeightSource:
 
 
 class WeightTarget:
-    """The weights of a new stage of all replicas, made one parameter at a time.
+    """The weights of a new stage of all replicas on the devices of this process, made one parameter at a time.
 
     Args:
         models: The stage of each replica; they differ only in their devices.
@@ -282,6 +239,7 @@ class WeightTarget:
 
     def __init__(self, models: Sequence[ShardedModel]):
         self._models = models
+        self._is_here = bool(own_devices(models[0].mesh))
         self._names, self._groups = list(models[0].abstract_model.params), models[0].packing.groups
         self._group_of = _groups_of(models[0])
         self._waiting = [dict[str, dict[Bounds, np.ndarray]]() for _ in self._groups]
@@ -289,6 +247,8 @@ class WeightTarget:
 
     def put(self, path: str, taken: TakenParameter) -> None:
         """Make the arrays of a parameter; put complete arguments on the devices of all replicas."""
+        if not self._is_here:
+            return
         param = self._models[0].abstract_model.logical[path]
         stored = taken.parts_for(param)
         for name, *parts in zip(param.arrays, *stored.values(), strict=True):
@@ -298,7 +258,9 @@ class WeightTarget:
                 self._put_group(number, path)
 
     def finish(self) -> list[tuple[jax.Array, ...]]:
-        """Return the packed parameters of each replica."""
+        """Return the packed parameters of each replica; none in a process without devices of the stage."""
+        if not self._is_here:
+            return [() for _ in self._models]
         return [tuple(packed[number] for number in range(len(self._groups))) for packed in self._packed]
 
     def _put_group(self, number: int, path: str) -> None:
@@ -309,13 +271,15 @@ class WeightTarget:
         stacks = first if len(layers) == 1 else {each: np.stack([layer[each] for layer in layers]) for each in first}
         for sharded, packed in zip(self._models, self._packed, strict=True):
             struct = sharded.abstract_params[number]
-            bounds = _bounds_of(sharded.abstract_model.logical[path])
-            parts = {device: stacks[each] for device, each in bounds.items()}
+            bounds, own = _bounds_of(sharded.abstract_model.logical[path]), own_devices(sharded.mesh)
+            parts = {device: stacks[bounds[device]] for device in own}
             packed[number] = put_parts(struct.shape, struct.sharding, parts)
 
 
 def move_weights(
-    old: list[tuple[ShardedModel, tuple[jax.Array, ...]]], new: Sequence[Sequence[ShardedModel]]
+    old: list[tuple[ShardedModel, tuple[jax.Array, ...]]],
+    new: Sequence[Sequence[ShardedModel]],
+    exchange: Exchange | None = None,
 ) -> list[list[tuple[jax.Array, ...]]]:
     """Return the packed parameters of the stages of each new replica, those of its drafter after those of the last.
 
@@ -326,34 +290,40 @@ def move_weights(
         old: The stages of an old replica with their packed parameters, which are freed one after the other. The list
             is emptied; the caller must keep no other reference to them.
         new: The stages of each new replica.
+        exchange: Leads to the other processes; None if this one has all devices.
     """
+    exchange = exchange or Exchange()
     last, packed = old.pop()
     num_own = len(last.abstract_params)
     drafters = [] if last.drafter is None else [(last.drafter.sharded, packed[num_own:])]
     old.append((last, packed[:num_own]))
     del packed
-    params = _move_stages(old, new)
+    params = _move_stages(old, new, exchange)
     if drafters:
         targets = [[drafter.sharded for drafter in (stages[-1].drafter,) if drafter is not None] for stages in new]
-        for stages, (moved,) in zip(params, _move_stages(drafters, targets), strict=True):
+        for stages, (moved,) in zip(params, _move_stages(drafters, targets, exchange), strict=True):
             stages[-1] += moved
     return params
 
 
 def _move_stages(
-    old: list[tuple[ShardedModel, tuple[jax.Array, ...]]], new: Sequence[Sequence[ShardedModel]]
+    old: list[tuple[ShardedModel, tuple[jax.Array, ...]]], new: Sequence[Sequence[ShardedModel]], exchange: Exchange
 ) -> list[list[tuple[jax.Array, ...]]]:
     """Return the packed parameters of the stages of each new replica, without drafters; see ``move_weights``."""
     models = [sharded for sharded, _ in old]
     steps, sources = move_steps(models, new[0]), list[WeightSource]()
     for stage, sharded in enumerate(models):
         wanted = dict.fromkeys(step.old_path for step in steps if step.old_stage == stage)
-        sources.append(WeightSource(sharded, old.pop(0)[1], wanted))
+        sources.append(WeightSource(sharded, old.pop(0)[1], wanted, exchange))
     targets = [WeightTarget(stages) for stages in zip(*new, strict=True)]
     held: dict[str, TakenParameter] = {}
+    made = dict[str, list[LogicalParam]]()
+    for step in steps:
+        made.setdefault(step.path, []).append(new[0][step.new_stage].abstract_model.logical[step.new_path])
     for step in steps:
         if step.path not in held:
-            held[step.path] = sources[step.old_stage].take(step.old_path)
+            param = models[step.old_stage].abstract_model.logical[step.old_path]
+            held[step.path] = sources[step.old_stage].take(step.old_path, _wanted_by(param, made[step.path]))
         targets[step.new_stage].put(step.new_path, held[step.path])
         if step.is_last:
             del held[step.path]

@@ -5,7 +5,7 @@ those channels in an order of their own, some of them on several devices. What f
 engines, as kernels lay it out. Each compiled program is called with a fixed number of states.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,8 @@ from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import Pools
 from jaxserve.layers.kv_layout import StateArray
+from jaxserve.reshard.exchange import Exchange
+from sharding import own_devices
 
 _CALL_BYTES = 16 << 20  # of the states that one call moves
 
@@ -43,10 +45,25 @@ class StateReader:
 
     Args:
         sharded: The stage, which has recurrent layers.
+        exchange: Leads to the other processes; None if this one has all devices.
+        receivers: The processes that need the states of each layer; None if there is one process.
     """
 
-    def __init__(self, sharded: ShardedModel):
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        exchange: Exchange | None = None,
+        receivers: Mapping[int, Collection[int]] | None = None,
+    ):
         self._layers, self._calls = _layers(sharded), _Calls(sharded)
+        self._exchange = exchange or Exchange()
+        self._receivers = (
+            None if receivers is None else {process for layer, _ in self._layers for process in receivers[layer]}
+        )
+        self._copies = sharded.abstract_recurrent(self._calls.capacity)
+        self._read: Any = None
+        if not own_devices(sharded.mesh):
+            return
         structs, pages = self._calls.structs, self._calls.pages
 
         def read(arrays: tuple[Pools, ...], pages: Int[Array, " C"]) -> tuple[Pools, ...]:
@@ -56,15 +73,26 @@ class StateReader:
         self._read = traced.lower().compile()
 
     def read(self, pools: Sequence[Pools], pages: Sequence[Sequence[int]]) -> list[HostStates]:
-        """Return copies of the given state pages of each lane; ``pools`` are all arrays of the stage."""
-        calls, found = self._calls, list[HostStates]()
-        for lane in pages:
-            found.append({layer: tuple(_empty(each, len(lane)) for each in arrays) for layer, arrays in self._layers})
+        """Return copies of the given state pages of each lane, in the processes that need them.
+
+        Args:
+            pools: All arrays of the stage; none in a process without devices of it.
+            pages: The state pages of each lane.
+        """
+        calls, found = self._calls, list[HostStates]({} for _ in pages)
+        if self._receivers is None or self._exchange.process in self._receivers:
+            for lane, each in zip(found, pages, strict=True):
+                lane |= {layer: tuple(_empty(one, len(each)) for one in arrays) for layer, arrays in self._layers}
         for start in range(0, max(map(len, pages)), calls.capacity):
-            outputs = self._read(tuple(pools[calls.places]), calls.padded(pages, start))
-            for (layer, arrays), copies in zip(self._layers, outputs, strict=True):
-                for index, (array, copied) in enumerate(zip(arrays, copies, strict=True)):
-                    lanes = np.split(np.asarray(copied), len(pages))
+            outputs = jax.tree.map(lambda _: None, self._copies)
+            if self._read is not None:
+                outputs = self._read(tuple(pools[calls.places]), calls.padded(pages, start))
+            for (layer, arrays), copies, structs in zip(self._layers, outputs, self._copies, strict=True):
+                for index, (array, copied, struct) in enumerate(zip(arrays, copies, structs, strict=True)):
+                    whole = self._exchange.whole(copied, struct, self._receivers)
+                    if whole is None:
+                        continue
+                    lanes = np.split(whole, len(pages))
                     for states, lane in zip(found, lanes, strict=True):
                         target = states[layer][index][start : start + calls.capacity]
                         _gather(array, lane[: len(target)], target)
@@ -80,6 +108,9 @@ class StateWriter:
 
     def __init__(self, sharded: ShardedModel):
         self._layers, self._calls = _layers(sharded), _Calls(sharded)
+        self._write: Any = None
+        if not own_devices(sharded.mesh):
+            return
         structs, pages, capacity = self._calls.structs, self._calls.pages, self._calls.capacity
 
         def write(arrays: tuple[Pools, ...], pages: Int[Array, " C"], contents: tuple[Pools, ...]) -> tuple[Pools, ...]:
@@ -91,6 +122,8 @@ class StateWriter:
 
     def write(self, pools: Sequence[Pools], writes: Sequence[Sequence[StateWrite]]) -> tuple[Pools, ...]:
         """Return all arrays of the stage with the given states of each lane written. Donates those of states."""
+        if not pools:
+            return ()
         calls, written = self._calls, [*pools]
         targets = [[each.target for each in lane] for lane in writes]
         for start in range(0, max(map(len, writes)), calls.capacity):
@@ -138,6 +171,16 @@ class _Calls:
 def has_states(sharded: ShardedModel) -> bool:
     """Return whether a stage has recurrent layers."""
     return any(sharded.state_specs)
+
+
+def receivers_of_states(stages: Sequence[ShardedModel]) -> dict[int, frozenset[int]]:
+    """Return the processes that have devices with states of each recurrent layer."""
+    return {
+        layer: frozenset(int(device.process_index) for device in sharded.mesh.devices.flat)
+        for sharded in stages
+        if has_states(sharded)
+        for layer, _ in _layers(sharded)
+    }
 
 
 def can_share_states(old: Sequence[ShardedModel], new: Sequence[ShardedModel]) -> bool:

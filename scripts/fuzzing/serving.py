@@ -13,8 +13,8 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.device.build import plan_engine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.resharding import Resharder
 from jaxserve.engine.startup import StartedEngine, start_engine
-from jaxserve.reshard.resharding import Resharder
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.sequence import Sequence as Running
 from scripts.fuzzing.configurations import Configuration

@@ -32,7 +32,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[slic
 
 
 @pytest.mark.parametrize("scratch_bytes", [1, 64, file_ranges.SCRATCH_BYTES])
-@pytest.mark.parametrize("min_run_bytes", [1, 16, file_ranges.MIN_RUN_BYTES])
+@pytest.mark.parametrize("min_gap_bytes", [1, 16, file_ranges.MIN_GAP_BYTES])
 @given(box=boxes())
 @settings(
     max_examples=100,
@@ -43,11 +43,11 @@ def test_any_box_of_any_strides(
     numbers: RangeFile,
     monkeypatch: pytest.MonkeyPatch,
     scratch_bytes: int,
-    min_run_bytes: int,
+    min_gap_bytes: int,
     box: tuple[tuple[int, ...], tuple[int, ...], tuple[slice, ...]],
 ) -> None:
     monkeypatch.setattr(file_ranges, "SCRATCH_BYTES", scratch_bytes)
-    monkeypatch.setattr(file_ranges, "MIN_RUN_BYTES", min_run_bytes)
+    monkeypatch.setattr(file_ranges, "MIN_GAP_BYTES", min_gap_bytes)
     shape, strides, index = box
     layout = StridedLayout(3 + 4 * 7, np.dtype(np.int32), shape, strides)
     storage = np.arange(7, 4096, dtype=np.int32)
@@ -70,9 +70,11 @@ def test_reads_only_the_rows_it_needs(numbers: RangeFile, monkeypatch: pytest.Mo
     numbers.read_box(layout, (slice(10, 12), slice(0, 64)))
     assert ranges == [(3 + 10 * 256, 512)]
     ranges.clear()
-    monkeypatch.setattr(file_ranges, "MIN_RUN_BYTES", 32)
-    numbers.read_box(layout, (slice(10, 13), slice(8, 16)))
-    assert ranges == [(3 + (row * 64 + 8) * 4, 32) for row in (10, 11, 12)]
+    numbers.read_box(layout, (slice(10, 13), slice(8, 48)))
+    assert ranges == [(3 + (row * 64 + 8) * 4, 160) for row in (10, 11, 12)]
+    ranges.clear()
+    numbers.read_box(layout, (slice(10, 13), slice(8, 60)))
+    assert ranges == [(3 + (10 * 64 + 8) * 4, 2 * 256 + 52 * 4)]
 
 
 def test_spanned_elements() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from checkpoints import CheckpointError, TensorInfo, load_arrays, open_checkpoint, save_orbax, whole
+from checkpoints import CheckpointError, TensorInfo, load_arrays, open_checkpoint, read_shard, save_orbax, whole
 from checkpoints.orbax_io import OrbaxReader, find_orbax, save_orbax_streamed
 from checkpoints.tensor_info import whole_index
 
@@ -117,6 +117,25 @@ def test_chunks_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     save_orbax(tmp_path / "c", {"w": jnp.zeros((64, 64))})
     leaf = json.loads((tmp_path / "c" / "state" / "array_metadatas" / "process_0").read_text())
     assert np.prod(leaf["array_metadatas"][0]["array_metadata"]["chunk_shape"]) * 4 <= 1024
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_shard_is_read_once_and_little_else(tmp_path: Path, axis: int) -> None:
+    """Though it is read in parts of 2 MiB, several of which have something of a chunk."""
+    import tensorstore
+
+    def num_read() -> int:
+        name = "/tensorstore/kvstore/file/bytes_read"
+        return sum(each["values"][0]["value"] for each in tensorstore.experimental_collect_matching_metrics(name))
+
+    array = np.random.default_rng(0).integers(0, 1 << 16, (2048, 2752), np.uint16)
+    save_orbax(tmp_path / "c", {"w": jnp.asarray(array)})
+    bounds = tuple((0, size // 2 if i == axis else size) for i, size in enumerate(array.shape))
+    with OrbaxReader(tmp_path / "c") as reader:
+        before = num_read()
+        shard = read_shard(reader, whole("w", array.shape), bounds, np.dtype(np.uint16))
+        assert np.array_equal(shard, array[tuple(slice(*each) for each in bounds)])
+        assert shard.nbytes <= num_read() - before <= shard.nbytes + (1 << 18)
 
 
 def test_saving_over_something_or_nothing(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """An engine in two processes: whatever befalls one, all end soon and say whose fault it was, and none is left."""
 
+import contextlib
 import re
 import signal
 import socket
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from jaxserve.api.errors import JaxserveError
+from jaxserve.client import AdminClient
 from scripts.server_child import RunningServer
 from tests.faults.conftest import faulty_environment
 from tests.faults.talk import wait_until
@@ -26,6 +29,8 @@ SAID = {
     injected.FOLLOWER_EXITS: ["ended with status 9", "the group ends: rank 1 (host ", "has ended"],
     injected.FOLLOWER_MISREADS: ["expected encoded step plans", "the group ends: rank 1 (host "],
     injected.FOLLOWER_DIVERGES: ["at step ", "plans or tokens differ from those of rank 0", " instead of "],
+    injected.FOLLOWER_EXHAUSTS: ["MemoryError", "the group ends: rank 1 (host "],
+    injected.FOLLOWER_STALLS: ["has not finished a step within step_timeout=5 s", "in faulty_collect"],
     injected.FOLLOWER_HANGS: ["has not finished a step within step_timeout=5 s", "in faulty_decode"],
 }
 """What the log says of each fault that is switched on in a follower."""
@@ -95,6 +100,20 @@ def asking(group: Group) -> Iterator[list[Any]]:
 def test_a_killed_follower(group: Group, asking: list[Any]) -> None:
     kill(follower_pid(group.server))
     group.assert_ends("was killed by SIGKILL", "the group ends: rank 1 (host ", "has ended", within_s=8)
+
+
+def test_a_follower_killed_while_the_group_moves(group: Group, asking: list[Any]) -> None:
+    """Whatever the move is at: compiling beside the steps, or moving weights."""
+
+    def move() -> None:
+        with AdminClient(group.server.admin) as admin, contextlib.suppress(JaxserveError):
+            admin.reshard("stage=2")
+
+    moving = threading.Thread(target=move)
+    moving.start()
+    kill(follower_pid(group.server))
+    moving.join()
+    group.assert_ends("was killed by SIGKILL", "the group ends: rank 1 (host ", within_s=8)
 
 
 def test_a_stopped_follower(group: Group, asking: list[Any]) -> None:

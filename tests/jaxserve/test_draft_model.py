@@ -23,8 +23,8 @@ from jaxserve.device.catching_up import CatchUp
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.stage import num_programs
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.resharding import Resharder
 from jaxserve.engine.startup import start_engine
-from jaxserve.reshard.resharding import Resharder
 from jaxserve.scheduling.draft_passes import DraftPasses
 from jaxserve.scheduling.plan import StepPlan
 from tests.random_checkpoint import write_checkpoint

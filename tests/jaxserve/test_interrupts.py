@@ -18,9 +18,10 @@ from jaxserve import LLM, BeamSearchParams, EngineDeadError, SamplingParams
 from jaxserve.api.errors import EngineBusyError
 from jaxserve.device.runner import LocalRunner, PendingStep
 from jaxserve.device.stage import Stage
+from jaxserve.engine import resharding
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.replica import Replica
-from jaxserve.reshard import resharding
+from jaxserve.reshard import device_move
 from jaxserve.scheduling.scheduler import Scheduler
 from tests.random_checkpoint import LLAMA, write_checkpoint_with_tokenizer
 
@@ -336,7 +337,8 @@ def test_reshard_and_signals(llm: LLM, name: str, expected: list[list[int]], mon
     stream = llm.stream(PROMPTS[0], PARAMS)
     next(stream)
     with monkeypatch.context() as patch:
-        do_once(patch, (resharding, name), lambda: send(signal.SIGINT), after=False)
+        module = resharding if name == "prepare_reshard" else device_move
+        do_once(patch, (module, name), lambda: send(signal.SIGINT), after=False)
         with pytest.raises(KeyboardInterrupt):
             llm.reshard("tensor=1")
     assert (llm.plan is plan) == (name == "prepare_reshard")
@@ -351,7 +353,7 @@ def test_an_interrupt_inside_the_move_stops_the_engine_by_name(
 
     with LLM(str(directory), **SETTINGS) as made:
         monkeypatch.setattr(Stage, "compile", lambda self: None)  # the move does not get that far
-        do_once(monkeypatch, (resharding, "move_weights"), interrupt, after=False)
+        do_once(monkeypatch, (device_move, "move_weights"), interrupt, after=False)
         with pytest.raises(KeyboardInterrupt):
             made.reshard("tensor=1")
         for call in CALLS.values():

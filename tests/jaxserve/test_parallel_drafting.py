@@ -22,10 +22,10 @@ from jaxserve.device.drafting import trace_drafts
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.step_batch import LatestTokens
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.resharding import Resharder
 from jaxserve.engine.startup import start_engine
 from jaxserve.models.causal_lm import CausalLM
 from jaxserve.models.loading import load_model
-from jaxserve.reshard.resharding import Resharder
 from jaxserve.scheduling.draft_passes import DraftPasses
 from tests.draft_heads import HEAD, write_eagle3
 from tests.jaxserve.test_draft_model import (

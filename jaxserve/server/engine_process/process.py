@@ -22,6 +22,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.model_defaults import generation_defaults
+from jaxserve.engine.resharding import Resharder
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.frames import HEADER, FrameError, check_length
@@ -29,7 +30,6 @@ from jaxserve.group.leader import Leader
 from jaxserve.group.settings import GroupPlace
 from jaxserve.log_output import LogFormat, installed_handler, queued_log
 from jaxserve.models.drafters.speculators import with_verifier
-from jaxserve.reshard.resharding import Resharder
 from jaxserve.server.engine_process.outbox import Outbox
 from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
 from jaxserve.server.engine_process.spawn import STACKS_SIGNAL

@@ -37,7 +37,8 @@ START_HANGS = "start-hangs"
 """A file: while it is there, no engine gets ready."""
 FOLLOWER_FAILS, FOLLOWER_HANGS = "follower-fails", "follower-hangs"
 FOLLOWER_DIVERGES, FOLLOWER_MISREADS = "follower-diverges", "follower-misreads"
-FOLLOWER_EXITS = "follower-exits"
+FOLLOWER_EXITS, FOLLOWER_EXHAUSTS = "follower-exits", "follower-exhausts"
+FOLLOWER_STALLS = "follower-stalls"
 DISK_FULL = "disk-full"
 """A file: processes that start while it is there can make no file longer than ``LONGEST_FILE``."""
 CLOCK = "clock"
@@ -149,6 +150,8 @@ def _patch_follower(module: Any) -> None:
             time.sleep(0.05)
         if (folder / FOLLOWER_EXITS).exists():
             os._exit(9)
+        if (folder / FOLLOWER_EXHAUSTS).exists():
+            _use_all_memory()
         if (folder / FOLLOWER_MISREADS).exists():
             data = data[:-1]
         return _raise() if (folder / FOLLOWER_FAILS).exists() else decode(data)
@@ -158,6 +161,33 @@ def _patch_follower(module: Any) -> None:
         return digest[::-1] if (folder / FOLLOWER_DIVERGES).exists() else digest
 
     module.decode_plans, module.Digests.add = faulty_decode, faulty_add
+    _patch_steps_of_follower(module.LocalRunner, folder / FOLLOWER_STALLS)
+
+
+def _patch_steps_of_follower(runner: Any, stalls: Path) -> None:
+    """While a file is there, a follower's device does nothing, so that those of all others wait in a collective."""
+    launch, collect = runner.launch, runner.collect
+
+    def faulty_launch(self: Any, *arguments: Any) -> None:
+        if not stalls.exists():
+            launch(self, *arguments)
+
+    def faulty_collect(self: Any) -> Any:
+        while stalls.exists():
+            time.sleep(0.05)
+        return collect(self)
+
+    runner.launch, runner.collect = faulty_launch, faulty_collect
+
+
+def _use_all_memory() -> None:
+    """Let this process have little more memory than it has, and use it up."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (32 << 20), most))
+    held = list[bytearray]()
+    while True:
+        held.append(bytearray(4 << 20))
 
 
 PATCHES: dict[str, Callable[[Any], None]] = {

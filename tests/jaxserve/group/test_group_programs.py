@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints.convert import convert
 from tests.group_driver import num_compiled, num_read, outcomes_of_group
 from tests.jaxserve.group.test_group_meshes import SETTINGS, SHAPES
 from tests.random_checkpoint import LLAMA, write_checkpoint_with_tokenizer
@@ -31,7 +32,9 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
     assert folders == ["process-0-of-2", "process-1-of-2"]
 
 
-def test_each_process_reads_the_weights_of_its_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["safetensors", "orbax"])
+@pytest.mark.parametrize("mesh", ["stage=2", "tensor=2", "stage=2,tensor=2"])
+def test_each_process_reads_its_own_weights(mesh: str, format: str, tmp_path: Path) -> None:
     """The model has 16 times as many bytes as a process may read in vain."""
     model = tmp_path / "model"
     model.mkdir()
@@ -43,7 +46,10 @@ def test_each_process_reads_the_weights_of_its_stage(tmp_path: Path) -> None:
         "max_position_embeddings": 128,
     }
     write_checkpoint_with_tokenizer(model, {**config, "num_hidden_layers": 2}, seed=7)
-    arguments = {"model": str(model), **SETTINGS, "mesh": "stage=2"}
+    if format == "orbax":
+        convert(model, tmp_path / "converted", format)
+        model = tmp_path / "converted"
+    arguments = {"model": str(model), **SETTINGS, "mesh": mesh}
     arguments["compilation_cache_dir"] = str(PROGRAMS_CACHE)
     outcomes_of_group(arguments, 2, tmp_path)
     shards = json.loads((tmp_path / "shards").read_text())

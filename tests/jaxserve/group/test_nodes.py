@@ -106,6 +106,31 @@ def test_a_processor_that_only_one_process_can_import(rank: int, place: tuple[st
     assert rank == 0 or "rank 1 (host " in logs[0].read_text(), logs[0].read_text()
 
 
+def test_a_process_that_comes_too_late(place: tuple[str, ...], tmp_path: Path) -> None:
+    """Process 0 has ended by then, and has named it; it says where it could not join."""
+    logs, flags = [tmp_path / "log0", tmp_path / "log1"], (*place, *ENGINE, "--join-timeout", "3")
+    with started(logs[0], *flags, "--node-rank", "0") as first:
+        assert first.wait(120) == 2
+    with started(logs[1], *flags, "--node-rank", "1", "--headless") as second:
+        assert second.wait(120) == 2
+    assert "processes 1 of 2 did not join at " in logs[0].read_text(), logs[0].read_text()
+    assert "rank 1 (host " in logs[1].read_text() and " cannot join the group at " in logs[1].read_text()
+
+
+def test_a_process_that_comes_to_a_running_group(place: tuple[str, ...], tmp_path: Path) -> None:
+    """Its rank is taken: it cannot join, and the group goes on."""
+    flags, logs = (*place, *ENGINE), [tmp_path / "log1", tmp_path / "log2"]
+    with started(logs[0], *flags, "--node-rank", "1", "--headless"):
+        with running_server(*flags, "--node-rank", "0") as server:
+            late = ("--node-rank", "1", "--headless", "--join-timeout", "3")
+            with started(logs[1], *flags, *late) as another:
+                assert another.wait(120) == 2
+            assert " cannot join the group at " in logs[1].read_text(), logs[1].read_text()
+            assert post(server, "/v1/completions", BODY)[1]["choices"][0]["text"] == "42"
+            server.process.send_signal(signal.SIGTERM)
+            assert server.wait() == 0
+
+
 def test_a_process_that_does_not_come(place: tuple[str, ...], tmp_path: Path) -> None:
     log = tmp_path / "log"
     for role in (["--node-rank", "0"], ["--node-rank", "1", "--headless"]):

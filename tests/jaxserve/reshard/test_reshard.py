@@ -20,8 +20,9 @@ from jaxserve.device.build import EnginePlan, load_params, plan_engine
 from jaxserve.device.packing import Packing
 from jaxserve.device.runner_interface import Runner
 from jaxserve.device.sharded_model import ShardedModel
+from jaxserve.engine import resharding
 from jaxserve.engine.request_state import RequestState
-from jaxserve.reshard import cached_contents, move_memory, resharding
+from jaxserve.reshard import cached_contents, device_move, move_memory
 from jaxserve.reshard.page_transfer import PageReader, PageWrite, PageWriter, can_share_pages, page_bytes
 from jaxserve.reshard.resident_weights import check_same_parameters, move_weights
 from sharding import LayoutError, MeshError
@@ -418,7 +419,7 @@ def test_a_failed_move_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None
     with LLM("demo", **LITTLE) as llm:
         request = submit(llm, LISTED, LONG)
         llm.engine.step()
-        monkeypatch.setattr(resharding, "move_weights", fail)
+        monkeypatch.setattr(device_move, "move_weights", fail)
         with pytest.raises(EngineDeadError, match="the engine stopped: a device was lost"):
             llm.reshard("tensor=1")
         with pytest.raises(EngineDeadError, match="a device was lost"):

@@ -8,8 +8,8 @@ import grpc.aio
 import pytest
 
 from jaxserve.api.errors import RequestError
+from jaxserve.engine.resharding import ReshardReport
 from jaxserve.parsers import ParserNames
-from jaxserve.reshard.resharding import ReshardReport
 from jaxserve.server.auth import Caller
 from jaxserve.server.proto.jaxserve.v1 import (
     admin_pb2,

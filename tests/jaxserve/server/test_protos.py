@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jaxserve.api.outputs import CompletionOutput, FinishReason
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
-from jaxserve.reshard.resharding import ReshardReport
+from jaxserve.engine.resharding import ReshardReport
 from jaxserve.server import proto_codec
 from jaxserve.server.proto.jaxserve.v1 import sampling_pb2
 from jaxserve.server.proto_codec import completion_from_proto, completion_to_proto, given_fields, params_to_proto

@@ -10,8 +10,8 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.config_checks import parse_mesh
@@ -21,8 +21,6 @@ from jaxserve.device.memory import MemoryLedger, return_freed_memory
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
 from jaxserve.device.stage import num_programs
-from jaxserve.device.start import join_stages, make_stages, short_switch_interval, warm_up_runners
-from jaxserve.device.state_structs import compile_zeros
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import (
@@ -32,11 +30,12 @@ from jaxserve.engine.startup import (
     make_ledger,
     make_replicas,
 )
-from jaxserve.reshard.cache_moves import move_cache, move_states
-from jaxserve.reshard.cached_contents import CacheTransfer
+from jaxserve.group.moving import prepare_group_move
+from jaxserve.reshard.cache_moves import KeptState, PageMove, StateMove, move_cache, move_states
+from jaxserve.reshard.device_move import DeviceMove, check_move
 from jaxserve.reshard.move_memory import check_move_memory
-from jaxserve.reshard.page_transfer import can_share_pages, page_bytes
-from jaxserve.reshard.resident_weights import check_same_parameters, move_weights
+from jaxserve.reshard.page_transfer import page_bytes
+from jaxserve.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +103,43 @@ class ReshardReport:
         )
 
 
+class Mover(Protocol):
+    """Moves what the devices of an engine hold."""
+
+    @property
+    def num_programs(self) -> int:
+        """Number of programs that read and write cached pages and states."""
+        ...
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Peak temporary memory per device over all new steps."""
+        ...
+
+    def choose(
+        self, schedulers: Sequence[Scheduler], utilization: float
+    ) -> tuple[list[list[int]], list[list[KeptState]]]:
+        """Return what is kept of the prefix cache; see ``CacheTransfer.choose``."""
+        ...
+
+    def move(
+        self, runners: Sequence[Runner], pages: Sequence[Sequence[int]], states: Sequence[Sequence[int]]
+    ) -> tuple[Sequence[Runner], float]:
+        """Replace the old runners, in which no step is in flight; return the new ones, with the weights, and the
+        seconds that running every program once took.
+
+        Args:
+            runners: The old runners, which cannot be used afterwards.
+            pages: The cached pages of each old scheduler that ``write`` will be given.
+            states: The state pages likewise.
+        """
+        ...
+
+    def write(self, moves: Sequence[Sequence[PageMove]], state_moves: Sequence[Sequence[StateMove]]) -> None:
+        """Write cached pages and states to the arrays of each new scheduler."""
+        ...
+
+
 class PreparedReshard:
     """A planned and compiled change of mesh or layout, which ``switch`` makes.
 
@@ -111,20 +147,14 @@ class PreparedReshard:
         started: The running engine.
         config: The new settings.
         plan: The new plan.
+        mover: Its programs.
     """
 
-    def __init__(self, started: StartedEngine, config: EngineConfig, plan: EnginePlan):
+    def __init__(self, started: StartedEngine, config: EngineConfig, plan: EnginePlan, mover: Mover):
         self._started = started
         self._config = config
         self._plan = plan
-        old = started.plan
-        shares = config.enable_prefix_caching and can_share_pages(old.replicas[0], plan.replicas[0])
-        self._stages = make_stages(plan)
-        with short_switch_interval():
-            for stage in self._stages:
-                stage.compile()
-            self._empty_states = [compile_zeros(sharded.abstract_state()) for sharded in plan.models]
-            self._transfer = CacheTransfer(old, plan, shares)
+        self._mover = mover
 
     @property
     def num_programs(self) -> int:
@@ -136,7 +166,7 @@ class PreparedReshard:
         own = len(plan.models)  # zeros, and copies of pages
         own += sum(len({*sharded.kv_layout.pools}) for sharded in (*plan.models, *drafters))
         own += sum(any(each.state_specs) for each in plan.models)
-        return len(plan.replicas) * (steps + 1) + own + self._transfer.num_programs
+        return len(plan.replicas) * (steps + 1) + own + self._mover.num_programs
 
     def switch(self, deliver: Deliver, compile_s: float) -> tuple[StartedEngine, ReshardReport]:
         """Move the engine; call it on the thread of its steps.
@@ -182,18 +212,13 @@ class PreparedReshard:
             scheduler.requeue_all()
         num_cached = sum(len(scheduler.allocator.cached_pages) for scheduler in old)
         num_cached_states = sum(scheduler.pages.num_states for scheduler in old)
-        first, *others = old_runners = [_local(replica.runner) for replica in engine.replicas]
-        contents = self._transfer.read(old_runners, old, self._config.gpu_memory_utilization)
-        for runner in others:
-            runner.release()
-        params = move_weights(first.release(), self._plan.replicas)
-        states = [empty_state() for empty_state in self._empty_states]
-        runners = join_stages(self._plan, self._stages, [each for stages in params for each in stages], states)
-        warm_up_s = warm_up_runners(runners) if self._config.warm_up else 0.0
+        pages, kept = self._mover.choose(old, self._config.gpu_memory_utilization)
+        states = [[checkpoint.page for checkpoint, _ in each] for each in kept]
+        runners, warm_up_s = self._mover.move([replica.runner for replica in engine.replicas], pages, states)
         replicas = make_replicas(self._config, self._plan, runners)
         new = [scheduler for replica in replicas for scheduler in replica.schedulers]
-        moves, state_moves = move_cache(old, new, contents.pages), move_states(new, contents.states)
-        self._transfer.write(runners, contents, moves, state_moves)
+        moves, state_moves = move_cache(old, new, pages), move_states(new, kept)
+        self._mover.write(moves, state_moves)
         engine.replace_replicas(replicas)
         lanes = {sequence: scheduler for scheduler in new for sequence in scheduler.waiting}
         lost = [n - lanes[s].pages.num_cached_tokens(s) for s, n in running if s.finish_reason is None]
@@ -212,8 +237,7 @@ class PreparedReshard:
     def _make_ledger(self) -> MemoryLedger:
         """Return the memory use of a device of the new mesh."""
         before = dict(self._started.ledger.lines).get(PROCESS_LINE, 0)
-        temporary_bytes = max(stage.temporary_bytes for stage in self._stages)
-        return make_ledger(self._config, self._plan, temporary_bytes, before)
+        return make_ledger(self._config, self._plan, self._mover.temporary_bytes, before)
 
 
 class _Moved(NamedTuple):
@@ -274,8 +298,9 @@ class Resharder:
             raise ConfigError("a change of mesh or layout is in progress; retry when it is complete")
         try:
             start_s = time.monotonic()
-            config = self._changed(mesh, layout)
-            prepared = prepare_reshard(self.started, config)
+            changes = self._changes(mesh, layout)
+            config = dataclasses.replace(self.config, **changes)
+            prepared = prepare_reshard(self.started, config, changes)
             compile_s = time.monotonic() - start_s
 
             def switch() -> ReshardReport:
@@ -288,8 +313,8 @@ class Resharder:
             self._lock.release()
             return_freed_memory()
 
-    def _changed(self, mesh: str | None, layout: Any) -> EngineConfig:
-        """Return the settings with another mesh or layout, and with the sizes that requests rely on as they are."""
+    def _changes(self, mesh: str | None, layout: Any) -> dict[str, Any]:
+        """Return the settings that change with the mesh or layout, and the sizes that requests rely on."""
         plan, config = self.started.plan, self.config
         changes: dict[str, Any] = {"max_model_len": plan.max_model_len}
         if mesh is not None:
@@ -303,33 +328,27 @@ class Resharder:
             rows = -(-plan.max_num_seqs // num_stages)  # of a step; the stages share the sequences
             decode = sorted({min(size, rows) for size in self._compile_sizes["decode"]})
             changes["compile_sizes"] = {**self._compile_sizes, "decode": decode}
-        return dataclasses.replace(config, **changes)
+        return changes
 
 
-def prepare_reshard(started: StartedEngine, config: EngineConfig) -> PreparedReshard:
-    """Plan and check a change to other settings, and compile its programs, while the engine serves."""
-    for replica in started.engine.replicas:
-        _local(replica.runner)
-    old = started.plan
-    plan = plan_engine(config, old.config)
-    before, after = old.models[0], plan.models[0]
-    check_same_parameters(old.replicas[0], plan.replicas[0])
-    if str(before.policy) != str(after.policy):
-        raise ConfigError(
-            f"cannot reshard from {before.policy} to {after.policy}: kernels of the new layout need other element "
-            "types; start an engine with the new layout instead"
-        )
-    check_move_memory(old, plan, config.gpu_memory_utilization)
-    log_choices(plan)
-    return PreparedReshard(started, config, plan)
+def prepare_reshard(started: StartedEngine, config: EngineConfig, changes: dict[str, Any]) -> PreparedReshard:
+    """Plan and check a change to other settings, and compile its programs, while the engine serves.
 
-
-def _local(runner: Runner) -> LocalRunner:
-    """Return a runner of this process.
-
-    Raises:
-        ConfigError: It is in another process.
+    Args:
+        started: The running engine.
+        config: The new settings.
+        changes: Those that differ.
     """
-    if not isinstance(runner, LocalRunner):
-        raise ConfigError(f"cannot reshard an engine whose steps run in another process ({type(runner).__name__})")
-    return runner
+    old = started.plan
+    if started.leader is None:
+        for replica in started.engine.replicas:
+            if not isinstance(replica.runner, LocalRunner):
+                name = type(replica.runner).__name__
+                raise ConfigError(f"cannot reshard an engine whose steps run in another process ({name})")
+        plan = plan_engine(config, old.config)
+        check_move(old, plan, config.gpu_memory_utilization)
+        log_choices(plan)
+        return PreparedReshard(started, config, plan, DeviceMove(config, old, plan))
+    plan, mover = prepare_group_move(started.leader, old, config, changes)
+    log_choices(plan)
+    return PreparedReshard(started, config, plan, mover)

@@ -1,0 +1,97 @@
+"""An engine in several processes moves to other meshes while requests run: they go on with the same tokens."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve import RequestError
+from jaxserve.client import AdminClient
+from tests.group_driver import outcomes_of_group, run_requests, start
+from tests.group_server import answers, assert_gone, assert_same, family, follower_pid, kill, post, running_group
+from tests.jaxserve.group.test_group_meshes import SETTINGS, SHAPES
+from tests.random_checkpoint import write_checkpoint_with_tokenizer
+from tests.server_process import PROGRAMS_CACHE
+
+pytestmark = pytest.mark.slow
+Moves = list[tuple[str, str | None]]
+BACK_AND_FORTH: Moves = [("stage=2,tensor=2", None), ("tensor=4", None)]
+CASES: list[tuple[str, int, dict[str, Any], Moves]] = [
+    ("llama", 2, {"mesh": "tensor=4"}, BACK_AND_FORTH),
+    ("llama", 4, {"mesh": "tensor=4"}, BACK_AND_FORTH),
+    ("sparse", 2, {"mesh": "tensor=4"}, [("tensor=2,expert=2", None), ("stage=2,expert=2", None), ("tensor=4", None)]),
+    ("deepseek", 2, {"mesh": "stage=2,tensor=2"}, [("tensor=2,expert=2", None), ("stage=2,tensor=2", None)]),
+    ("gpt_oss", 2, {"mesh": "tensor=4"}, BACK_AND_FORTH),
+]
+
+
+@pytest.mark.parametrize(("shape", "count", "settings", "moves"), CASES)
+def test_requests_go_on_with_the_same_tokens(
+    shape: str, count: int, settings: dict[str, Any], moves: Moves, tmp_path: Path
+) -> None:
+    """Texts, tokens and finish reasons are equal; logprobs and vectors but for the last bits."""
+    model = tmp_path / "model"
+    model.mkdir()
+    write_checkpoint_with_tokenizer(model, SHAPES[shape], seed=7)
+    blocks = {"num_gpu_blocks_override": 32}
+    arguments = {"model": str(model), **SETTINGS, **blocks, **settings, "compilation_cache_dir": str(PROGRAMS_CACHE)}
+    found = outcomes_of_group(arguments, count, tmp_path, moves)
+    started = start(arguments)
+    expected = json.loads(json.dumps(run_requests(started)))
+    started.engine.close()
+    for (mine, my_scores, my_vector), (theirs, scores, vector) in zip(found, expected, strict=True):
+        assert mine == theirs
+        assert my_scores == pytest.approx(scores, abs=1e-3)
+        assert my_vector == (vector if vector is None else pytest.approx(vector, abs=1e-3))
+    reports = json.loads((tmp_path / "moves").read_text())
+    assert len(reports) == len(moves)
+    for report in reports:
+        assert report["num_requeued"] and report["num_pages"], report
+
+
+def test_moves_that_cannot_be_are_refused_and_nothing_changes(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    write_checkpoint_with_tokenizer(model, SHAPES["llama"], seed=7)
+    arguments = {"model": str(model), **SETTINGS, "mesh": "tensor=2", "compilation_cache_dir": str(PROGRAMS_CACHE)}
+    moves: Moves = [("data=2", None), ("tensor=4", None), ("tensor=2", "none such"), ("stage=2", None)]
+    outcomes_of_group(arguments, 2, tmp_path, moves)
+    *refused, moved = json.loads((tmp_path / "moves").read_text())
+    assert "mesh axis 'data' of size 2 needs one process" in refused[0]
+    assert "the mesh needs 4 devices" in refused[1] and "none such" in refused[2]
+    assert moved["to_mesh"] == {"data": 1, "stage": 2, "tensor": 1}
+
+
+def test_a_server_moves_while_clients_wait() -> None:
+    with running_group("--tensor-parallel-size", "2", "--dtype", "float32", "--step-timeout", "30") as server:
+        expected, found, has_moved = answers(server), list[Any](), threading.Event()
+
+        def ask() -> None:
+            while not has_moved.is_set():
+                found.append(answers(server))
+
+        clients = [threading.Thread(target=ask) for _ in range(2)]
+        for client in clients:
+            client.start()
+        try:
+            with AdminClient(server.admin) as admin:
+                for mesh in ("stage=2", "tensor=2", "stage=2"):
+                    report = admin.reshard(mesh)
+                    assert report.pause_s > 0
+                    found.append(answers(server))
+                with pytest.raises(RequestError, match="mesh axis 'data' of size 2 needs one process"):
+                    admin.reshard("data=2")
+        finally:
+            has_moved.set()
+            for client in clients:
+                client.join()
+        for each in found:
+            assert_same(each, expected)
+        processes = family(server.process.pid)
+        kill(follower_pid(server))
+        status, response = post(server, "/v1/completions", {"prompt": "12+30=", "max_tokens": 8})
+        assert status == 503 and "rank 1 of its processes ended" in response["error"]["message"]
+        assert_gone(processes[1:], within_s=20.0)
+        assert server.wait() == 70
