@@ -1,4 +1,4 @@
-"""Several engines behind one front end: a group for each data slice, whose end is not that of the others."""
+"""Several engines that one front end serves: a group for each data slice, whose end is not that of the others."""
 
 import asyncio
 import contextlib
