@@ -79,6 +79,7 @@ def _parser(wanted: Sequence[str]) -> argparse.ArgumentParser:
     several = commands.add_parser("launch", help=launch.HELP, description=launch.HELP, allow_abbrev=False)
     launch.add_arguments(several)
     _add_common(several, launch.run)
+    several.set_defaults(with_config=command.with_config_file)
     bench = commands.add_parser("bench", help="measure speed")
     if list(wanted) == ["bench"]:
         _add_benches(bench.add_subparsers(required=True, metavar="BENCH"))
@@ -174,7 +175,7 @@ def _serve(options: argparse.Namespace) -> None:
 
         run_follower(arguments, place)
     with queued_log(config.log_format):
-        status = asyncio.run(serve(arguments, config, place))
+        status = asyncio.run(serve(arguments, config, place, group.data_parallel_groups))
     sys.exit(status)
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from jaxserve.api.config_checks import parse_mesh
 from jaxserve.api.errors import ConfigError
 from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED, child_environment, end_of, shell_status
 from jaxserve.group.settings import SECRET_BYTES
@@ -49,7 +50,23 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(f"{given} is for processes that are started one by one; jaxserve launch sets it")
     if options.nproc == 1:
         os.execv(sys.executable, [sys.executable, "-P", "-m", "jaxserve", *command])
+    if options.nproc == num_replicas(
+        options.with_config(command[1:])
+    ):  # each is a group of its own, which the front end starts
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "jaxserve", *command, "--data-parallel-groups"])
     sys.exit(Launcher(options.nproc, command).run())
+
+
+def num_replicas(command: Sequence[str]) -> int | None:
+    """Return the number of replicas that a command asks for; None if it is not to be read, which ``serve`` will say."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--data-parallel-size", "-dp", type=int)
+    parser.add_argument("--mesh")
+    try:
+        found, _ = parser.parse_known_args(command)
+        return found.data_parallel_size if found.mesh is None else parse_mesh(found.mesh, {})["data_parallel_size"]
+    except (ConfigError, argparse.ArgumentError):
+        return None
 
 
 @dataclasses.dataclass

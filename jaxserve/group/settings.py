@@ -38,6 +38,8 @@ class GroupConfig:
             that of process 0 must be for master_addr. Requires group_keyfile and group_ca_certs.
         group_keyfile: File with the key of group_certfile.
         group_ca_certs: File with the certificate of the authority that signs those of all processes of the group.
+        data_parallel_groups: Run each of the data_parallel_size replicas as a process with devices, a scheduler and
+            pages of its own, whose end is not that of the others; ``jaxserve launch`` sets it.
         join_timeout: Seconds within which all processes must have joined.
         step_timeout: Seconds after which a process that has not finished a step ends the group.
     """
@@ -54,6 +56,7 @@ class GroupConfig:
     group_certfile: str | None = None
     group_keyfile: str | None = None
     group_ca_certs: str | None = None
+    data_parallel_groups: bool = False
     join_timeout: float = 300.0
     step_timeout: float = 60.0
 
@@ -81,12 +84,16 @@ class GroupConfig:
         if config.nnodes == 1 and config.launcher is not None:
             return config
         if config.nnodes == 1:
-            harmless = "nnodes node_rank join_timeout step_timeout distributed_executor_backend".split()
+            harmless = (
+                "nnodes node_rank join_timeout step_timeout distributed_executor_backend data_parallel_groups".split()
+            )
             extra = [name for name in given if name not in harmless]
             extra = [name for name in extra if given[name] is not False]
             if extra:
                 raise ConfigError(f"{extra[0]} is for an engine of several processes: set nnodes to their number")
             return config
+        if config.data_parallel_groups:
+            raise ConfigError(f"data_parallel_groups: each group is one process, but nnodes={config.nnodes}; use one")
         config._check_place(is_insecure)
         return config
 

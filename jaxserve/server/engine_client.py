@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, RequestError
@@ -62,16 +63,24 @@ class EngineClient(EngineQueries):
         engine_arguments: Arguments of ``LLM``, all of them JSON values.
         config: The server's settings.
         group: Where the processes of the engine meet; None: there is one.
+        environment: Variables of the process besides this one's.
 
     Raises:
         ConfigError: They do not go together.
     """
 
-    def __init__(self, engine_arguments: Mapping[str, Any], config: ServerConfig, group: GroupPlace | None = None):
+    def __init__(
+        self,
+        engine_arguments: Mapping[str, Any],
+        config: ServerConfig,
+        group: GroupPlace | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ):
         config.check_engine(engine_arguments)
         self._arguments = dict(engine_arguments)
         self._config = config
         self._group = group
+        self._environment = environment
         self._numbers = itertools.count(1)
         self._collectors: dict[int, OutputCollector] = {}
         self._names: dict[int, str] = {}
@@ -103,7 +112,7 @@ class EngineClient(EngineQueries):
             config.chat_template_timeout, config.chat_template_content_format, rendering_bytes(config)
         )
         try:
-            self._process, self._reader, self._writer = await spawn_engine(config.log_format)
+            self._process, self._reader, self._writer = await spawn_engine(config.log_format, self._environment)
             self._info = await self._shake_hands()
         except BaseException:
             await self.kill()

@@ -17,6 +17,7 @@ from jaxserve.api.text_bound import check_text
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.byte_budget import budget_bytes, output_bytes
 from jaxserve.server.engine_client import EngineClient
+from jaxserve.server.engine_groups import EngineGroups
 from jaxserve.server.errors import UnavailableError, UnknownModelError
 from jaxserve.server.ledger import Ledger
 from jaxserve.server.long_work import LongWork
@@ -49,7 +50,7 @@ class Frontend:
         ConfigError: The keys are wrong, or traces cannot be sent.
     """
 
-    def __init__(self, config: ServerConfig, engine: EngineClient, model: str):
+    def __init__(self, config: ServerConfig, engine: EngineClient | EngineGroups, model: str):
         self.config = config
         self.engine = engine
         self.ledger = Ledger(budget_bytes(config))
@@ -90,6 +91,11 @@ class Frontend:
             max_num_seqs=model.max_num_seqs,
             max_num_queued_tokens=queued_tokens_limit(config.max_num_queued_tokens, model.max_model_len),
         )
+
+    def reopen(self) -> None:
+        """Let as many requests run as the engine now has room for, if any are accepted."""
+        if self.ledger.is_open:
+            self.open()
 
     def check_ready(self) -> None:
         """Check that load balancers should send requests.

@@ -12,12 +12,14 @@ from jaxserve.group.settings import GroupPlace
 from jaxserve.server.audit import audit_file
 from jaxserve.server.connections import AcceptFailures, raise_open_files_limit
 from jaxserve.server.engine_client import EngineClient
+from jaxserve.server.engine_groups import EngineGroups
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_listener import http_listening
 from jaxserve.server.key_watch import KeyWatch
 from jaxserve.server.resources import map_large_buffers_apart, switch_threads_often
+from jaxserve.server.restarts import Pauses
 from jaxserve.server.settings import ServerConfig, is_loopback
 
 logger = logging.getLogger(__name__)
@@ -26,17 +28,18 @@ EXIT_ENGINE_DEAD = 70
 """Exit status if the engine or a listener ended by itself: EX_SOFTWARE."""
 _FAREWELL_S = 2.0  # for responses that say why the engine ended or time ran out
 _FLUSH_S = 0.5  # for the last bytes of those responses
-_STEADY_S = 600.0  # an engine that ran this long is restarted without a pause
-_RESTART_PAUSES_S = (0.0, 1.0, 5.0, 15.0, 30.0)
 
 
-async def serve(engine_arguments: dict[str, Any], config: ServerConfig, group: GroupPlace | None = None) -> int:
+async def serve(
+    engine_arguments: dict[str, Any], config: ServerConfig, group: GroupPlace | None = None, has_groups: bool = False
+) -> int:
     """Serve until SIGTERM or SIGINT, a drain, or the end of the engine; return the exit status.
 
     Args:
         engine_arguments: Arguments of ``LLM``, including the model.
         config: The server's settings.
         group: Where the processes of the engine meet; None: there is one.
+        has_groups: Whether each data slice is an engine of its own.
 
     Raises:
         ConfigError: The settings, the model or a port cannot be used.
@@ -46,8 +49,10 @@ async def serve(engine_arguments: dict[str, Any], config: ServerConfig, group: G
     switch_threads_often()
     asyncio.get_running_loop().set_exception_handler(AcceptFailures())
     _warn_of_exposure(config)
-    engine = EngineClient(engine_arguments, config, group)
+    engine = EngineGroups(engine_arguments, config) if has_groups else EngineClient(engine_arguments, config, group)
     frontend = Frontend(config, engine, str(engine_arguments.get("model", "demo")))
+    if isinstance(engine, EngineGroups):
+        engine.on_change = frontend.reopen
     life = ServerLife(frontend, engine)
     try:
         with audit_file(config.audit_log):
@@ -68,7 +73,7 @@ class ServerLife:
         engine: The engine, not started yet.
     """
 
-    def __init__(self, frontend: Frontend, engine: EngineClient):
+    def __init__(self, frontend: Frontend, engine: EngineClient | EngineGroups):
         self._frontend = frontend
         self._config = frontend.config
         self._engine = engine
@@ -109,9 +114,9 @@ class ServerLife:
 
     async def _serve_until_end(self) -> int:
         """Serve until told to stop, or until the engine ends and is not to be restarted; return the exit status."""
-        num_restarts = 0
+        pauses = Pauses()
         while True:
-            began_s = asyncio.get_running_loop().time()
+            pauses.began()
             ended = asyncio.create_task(self._engine.wait_ended())
             if not await self._unless_told(ended):
                 return await self._drained()
@@ -122,11 +127,7 @@ class ServerLife:
                 self._frontend.is_lost = True
                 await asyncio.sleep(_FAREWELL_S)
                 return EXIT_ENGINE_DEAD
-            if asyncio.get_running_loop().time() - began_s > _STEADY_S:
-                num_restarts = 0
-            pause_s = _RESTART_PAUSES_S[min(num_restarts, len(_RESTART_PAUSES_S) - 1)]
-            num_restarts += 1
-            if not await self._unless_told(asyncio.create_task(self._restart(pause_s))):
+            if not await self._unless_told(asyncio.create_task(self._restart(pauses.next_s()))):
                 return 0
 
     async def _restart(self, pause_s: float) -> None:
@@ -136,7 +137,7 @@ class ServerLife:
                 await self._engine.start()
             except JaxserveError:
                 logger.exception("the engine process could not be started again")
-                pause_s = _RESTART_PAUSES_S[-1]
+                pause_s = Pauses.longest_s
             else:
                 self._open()
                 logger.warning("the engine process was started again")

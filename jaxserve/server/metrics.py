@@ -1,6 +1,7 @@
 """The Prometheus metrics of the engine and the front end. All labels come from closed sets."""
 
 import asyncio
+import collections
 import dataclasses
 import functools
 import importlib.metadata
@@ -86,6 +87,15 @@ async def engine_metrics(frontend: Frontend) -> list[Metric] | None:
         return None
 
 
+def values_of_all(metrics: Iterable[Metric]) -> dict[str, float]:
+    """Return the values of metrics without labels by name, without prefix: sums over groups, means of shares."""
+    found = collections.defaultdict[str, list[float]](list)
+    for metric in metrics:
+        if not metric.labels.keys() - {"engine"}:
+            found[metric.name.partition(":")[2]].append(metric.value)
+    return {name: sum(values) / (len(values) if name.endswith("_perc") else 1) for name, values in found.items()}
+
+
 def info_of(frontend: Frontend) -> EngineInfo | None:
     """Return what the engine tells of itself; None while it is not ready."""
     try:
@@ -165,14 +175,15 @@ def _infos(frontend: Frontend) -> Iterable[Metric]:
 
 def _as_vllm(engine: Iterable[Metric]) -> Iterable[Metric]:
     """Return the engine's metrics that vLLM has too, under vLLM's names."""
-    plain: dict[str, int | float] = {}
+    plain = collections.defaultdict[str, dict[str, int | float]](dict)  # of each group
     for metric in engine:
         name = metric.name.removeprefix(PREFIX)
-        plain |= {} if metric.labels else {name: metric.value}
+        if not metric.labels.keys() - {"engine"}:
+            plain[metric.labels.get("engine", ENGINE)][name] = metric.value
         if name not in NOT_OF_VLLM:
             yield dataclasses.replace(metric, name=VLLM_PREFIX + name)
-    if "prompt_tokens" in plain:
-        cached = plain["prompt_tokens_cached"]
-        sources = {"local_compute": plain["prompt_tokens"] - cached, "local_cache_hit": cached}
+    for number, values in plain.items():
+        cached = values["prompt_tokens_cached"]
+        sources = {"local_compute": values["prompt_tokens"] - cached, "local_cache_hit": cached}
         for source, value in {**sources, "external_kv_transfer": 0}.items():
-            yield Counter(f"{VLLM_PREFIX}prompt_tokens_by_source", {"source": source}, value)
+            yield Counter(f"{VLLM_PREFIX}prompt_tokens_by_source", {"engine": number, "source": source}, value)

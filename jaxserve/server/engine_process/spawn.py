@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 
 from jaxserve.api.errors import ConfigError
 from jaxserve.child_process import child_environment
@@ -17,12 +18,13 @@ _STDERR = 2
 
 
 async def spawn_engine(
-    log_format: LogFormat,
+    log_format: LogFormat, environment: Mapping[str, str]
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
     """Start an engine process; return it and both directions of the connection to it.
 
     Args:
         log_format: Form of its log, which goes through this process's queue if there is one.
+        environment: Variables of the process besides this one's.
     """
     own, other = socket.socketpair()
     handler = installed_handler()
@@ -38,7 +40,7 @@ async def spawn_engine(
                 stderr=written,
                 pass_fds=(other.fileno(),),
                 # With one of malloc's arenas per thread its memory would grow for an hour.
-                env={"MALLOC_ARENA_MAX": "2", **child_environment()},
+                env={"MALLOC_ARENA_MAX": "2", **child_environment(), **environment},
             )
     except BaseException as error:
         own.close()

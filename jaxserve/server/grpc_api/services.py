@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Mapping
 
 from jaxserve.api.errors import RequestError
-from jaxserve.api.metric_types import Gauge
 from jaxserve.server.byte_budget import conversion_bytes
 from jaxserve.server.chat import chat_arguments
 from jaxserve.server.converted_tokens import check_converted
@@ -12,6 +11,7 @@ from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.generation import conversation_fields
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
+from jaxserve.server.metrics import values_of_all
 from jaxserve.server.proto.jaxserve.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -113,7 +113,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         """Return how busy the server is."""
         del request, context
         metrics = await self._frontend.engine.metrics()
-        gauges = {one.name.rpartition(":")[2]: float(one.value) for one in metrics if isinstance(one, Gauge)}
+        gauges = values_of_all(metrics)
         ledger = self._frontend.ledger
         return admin_pb2.GetLoadResponse(
             num_running=round(gauges.get("num_requests_running", 0)),
@@ -170,8 +170,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         del context
         mesh, layout = (getattr(request, name) if request.HasField(name) else None for name in ("mesh", "layout"))
         report = await self._frontend.engine.reshard(mesh, layout)
-        if self._frontend.ledger.is_open:
-            self._frontend.open()
+        self._frontend.reopen()
         meshes = {name: _mesh_axes(report.pop(name)) for name in ("from_mesh", "to_mesh")}
         return admin_pb2.ReshardResponse(**meshes, **report)
 

@@ -1,6 +1,7 @@
 """What a server says about itself: models, health, version, load, metrics, and the status page."""
 
 import base64
+import collections
 import hashlib
 import re
 from importlib import resources
@@ -15,7 +16,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.generation import VERSION
 from jaxserve.server.http_api.responses import json_response
-from jaxserve.server.metrics import engine_metrics, info_of, metrics_text, versions
+from jaxserve.server.metrics import engine_metrics, info_of, metrics_text, values_of_all, versions
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 
 _NUMBERS = (
@@ -164,9 +165,12 @@ def content_security_policy(page: str) -> str:
 def _report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, Any]:
     """Return what ``/status.json`` has; ``engine`` is None if the engine does not respond."""
     info, counts = info_of(frontend), frontend.log.counts
-    values = {metric.name.partition(":")[2]: metric.value for metric in engine or () if not metric.labels}
+    values = values_of_all(engine or ())
     state = "down" if engine is None else "ready" if frontend.ledger.is_open else "busy"
-    misses = {metric.labels["reason"]: metric.value for metric in engine or () if metric.name.endswith(_MISSES)}
+    misses = collections.Counter[str]()
+    for metric in engine or ():
+        if metric.name.endswith(_MISSES):
+            misses[metric.labels["reason"]] += int(metric.value)
     return {
         "state": state,
         "uptime_s": round(frontend.uptime_s, 3),

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -161,7 +162,9 @@ def pair(
         follower.connection.send(Ready())
         leader.wait_ready()
         own = FakeRunner()
-        yield leader, follower, GroupRunner(leader, own, StageRanks([[0, 1]], False)), own
+        fake: Any = own
+        runner = GroupRunner(leader, fake, StageRanks([[0, 1]], False))
+        yield leader, follower, runner, own
 
 
 def plan_of(number: int, previous: StepPlan | None = None) -> StepPlan:
