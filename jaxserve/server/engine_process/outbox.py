@@ -122,7 +122,7 @@ class Outbox:
         self._thread.start()
 
     def is_full(self, key: str = "") -> bool:
-        """Whether so much of an API key waits that its unfinished requests must make no more outputs."""
+        """Whether an API key has no more room here: its unfinished requests must make no more outputs."""
         return self._num_bytes[key] > self._limit_bytes / max(1, len(self._num_bytes))
 
     def take(self, contents: Sequence[tuple[SocketSink, Content]]) -> None:
