@@ -11,8 +11,9 @@ from jaxserve.group.settings import GroupPlace, jax_has_mtls
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 20
-"""Seconds without a heartbeat after which JAX ends every process; the group's own connections notice before."""
+HEARTBEAT_S = 60
+"""Seconds without a heartbeat after which JAX kills every process, or half of them if a heartbeat is not answered: more
+than twice as long as the group's own connections need to notice, so that all can say why they end."""
 _SHUTDOWN_S = 5
 
 
