@@ -60,8 +60,8 @@ def init_params(shapes: dict[str, tuple[int, ...]], seed: int) -> Params:
 
 
 def rms_norm(
-    x: Float[Array, "B T D"], weight: Float[Array, " D"], *, epsilon: float = NORM_EPSILON
-) -> Float[Array, "B T D"]:
+    x: Float[Array, "*rows D"], weight: Float[Array, "*groups D"], *, epsilon: float = NORM_EPSILON
+) -> Float[Array, "*rows D"]:
     """Return x over its root mean square, times the weight."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon) * weight
 
@@ -74,6 +74,11 @@ def rotate(x: Float[Array, "B N T H"], *, neighbours: bool = False) -> Float[Arr
     first, second = (x[..., ::2], x[..., 1::2]) if neighbours else (x[..., :half], x[..., half:])
     rotated = first * cos - second * sin, second * cos + first * sin
     return jnp.stack(rotated, axis=-1).reshape(x.shape) if neighbours else jnp.concatenate(rotated, axis=-1)
+
+
+def project(x: Float[Array, "B T D"], weight: Float[Array, "O D"]) -> Float[Array, "B T O"]:
+    """Return x times a matrix: one product of all tokens, whose gradient is one as well."""
+    return (x.reshape(-1, x.shape[-1]) @ weight.T).reshape(*x.shape[:-1], -1)
 
 
 def split_heads(x: Float[Array, "B T NH"], num_heads: int) -> Float[Array, "B N T H"]:
@@ -98,10 +103,15 @@ def attention(
     return attend(rotate(q), rotate(k), v, mask) @ params[prefix + "o_proj.weight"].T
 
 
-def mlp(x: Float[Array, "B T D"], params: Params, prefix: str) -> Float[Array, "B T D"]:
+def mlp(
+    x: Float[Array, "B T D"],
+    params: Params,
+    prefix: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Float[Array, "B T D"]:
     """Return the gated MLP of a layer."""
-    gate = jax.nn.silu(x @ params[prefix + "gate_proj.weight"].T)
-    return (gate * (x @ params[prefix + "up_proj.weight"].T)) @ params[prefix + "down_proj.weight"].T
+    gate, up, down = (params[f"{prefix}{name}.weight"] for name in names)
+    return project(jax.nn.silu(project(x, gate)) * project(x, up), down)
 
 
 def llama_states(params: Params, rows: Rows, sizes: Sizes = DEMO) -> list[Float[Array, "B T D"]]:

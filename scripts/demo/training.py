@@ -36,6 +36,10 @@ class Phase:
     peak: float
     """Share of `MUON_RATE` and `ADAM_RATE` at the top of the schedule."""
     mix: training_text.TextMix
+    num_rows: int = NUM_ROWS
+    """Rows of a batch."""
+    hold_steps: int = 0
+    """Steps after the warm-up at the top."""
 
 
 class TrainState(NamedTuple):
@@ -58,8 +62,9 @@ def orthogonalize(update: Float[Array, "O I"]) -> Float[Array, "O I"]:
 
 
 def learning_rate(step: Int[Array, ""], phase: Phase) -> Float[Array, ""]:
-    """Return the share of the learning rates: a linear warm-up, then half a cosine to zero."""
-    progress = (step - WARM_UP_STEPS) / max(1, phase.num_steps - WARM_UP_STEPS)
+    """Return the share of the learning rates: a linear warm-up, a stretch at the top, then half a cosine to zero."""
+    top = WARM_UP_STEPS + phase.hold_steps
+    progress = jnp.maximum(0, step - top) / max(1, phase.num_steps - top)
     share = jnp.where(step < WARM_UP_STEPS, (step + 1) / WARM_UP_STEPS, 0.5 + 0.5 * jnp.cos(jnp.pi * progress))
     return phase.peak * share
 
@@ -69,7 +74,7 @@ def update(state: TrainState, grads: Params, step: Int[Array, ""], phase: Phase)
     rate = learning_rate(step, phase)
     params, first, second = dict(state.params), dict(state.first), dict(state.second)
     for name, grad in grads.items():
-        if grad.ndim == 2 and ("proj" in name or name == "fc.weight"):
+        if grad.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name:
             first[name] = MUON_MOMENTUM * first[name] + grad
             stretch = math.sqrt(max(1.0, grad.shape[0] / grad.shape[1]))
             change = MUON_RATE * stretch * orthogonalize(grad + MUON_MOMENTUM * first[name])
@@ -115,7 +120,7 @@ def train(
     """
     zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2)]
     state = TrainState(jax.tree.map(jnp.copy, params), *zeros)  # copied, because train_step donates its state
-    batches = training_text.packed_batches(training_text.training_examples(phase.mix, seed), NUM_ROWS)
+    batches = training_text.packed_batches(training_text.training_examples(phase.mix, seed), phase.num_rows)
     started, losses = time.monotonic(), []
     for step, batch in zip(range(phase.num_steps), batches, strict=False):
         state, loss = train_step(state, fixed or {}, jnp.asarray(step), Rows.of(batch), loss_of=loss_of, phase=phase)
