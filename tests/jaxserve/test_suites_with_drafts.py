@@ -39,6 +39,8 @@ COUNT_STEPS_OF_RIGHT_DRAFTS = (
     "tests/faults/test_drain.py::test_sigterm_behind_a_drain_cuts_nothing",
 )
 """Tests that expect 24 tokens to take more than 8 steps, which they do not if the model drafts for itself."""
+COUNTS_PREEMPTIONS = ("tests/jaxserve/test_trace.py::test_a_trace_with_too_few_pages[stage=2,tensor=2]",)
+"""A test that expects 20 preemptions; with an EAGLE-3 head there are 14 on four devices."""
 FEATURES = SUITES["request features"]
 COUNT_PARTS_OF_PAGES = (
     f"{FEATURES}::test_a_prompt_seen_before_is_found_and_the_answer_is_the_same",
@@ -61,6 +63,7 @@ def test_a_suite_passes_with_drafts(suite: str, method: str, repository: Path, p
         command += ["--deadline", str(pytestconfig.getoption("--deadline"))]
     left_out = COUNT_STEPS + (COUNT_PARTS_OF_PAGES if method in ("eagle3", "mtp") else ())
     left_out += COUNT_STEPS_OF_RIGHT_DRAFTS if method == "draft_model" else ()
+    left_out += COUNTS_PREEMPTIONS if method == "eagle3" else ()
     without_worker = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     run = subprocess.run(
         [*command, *(f"--deselect={test}" for test in left_out)],

@@ -584,7 +584,7 @@ def run_cases(*arguments: str, **environment: str) -> tuple[str, dict[str, float
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", **environment},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "runtime error" not in done.stderr, done.stderr[-3000:]
