@@ -125,3 +125,13 @@ def _runs(pid: int) -> bool:
 def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Send a signal."""
     os.kill(pid, number)
+
+
+def assert_ends_with_its_follower(server: RunningServer) -> None:
+    """Kill the follower of a server of two processes: clients are told so, and all processes end."""
+    processes = family(server.process.pid)
+    kill(follower_pid(server))
+    status, response = post(server, "/v1/completions", {"prompt": "12+30=", "max_tokens": 8})
+    assert status == 503 and "rank 1 of its processes ended" in response["error"]["message"]
+    assert_gone(processes[1:], within_s=20.0)
+    assert server.wait() == 70

@@ -3,13 +3,9 @@
 from jaxserve import LLM
 from tests.group_server import (
     answers,
-    assert_gone,
+    assert_ends_with_its_follower,
     assert_same,
     expected_answers,
-    family,
-    follower_pid,
-    kill,
-    post,
     running_group,
     text_of,
 )
@@ -28,12 +24,7 @@ def test_two_processes_answer_as_one_and_end_together() -> None:
         metrics = text_of(server, "/metrics")
         steps, sent = (number_of(metrics, f"jaxserve:group_{name}_total") for name in ("steps", "sent_bytes"))
         assert steps == number_of(metrics, "jaxserve:steps_total") > 0 and sent > 20 * steps
-        processes = family(server.process.pid)
-        kill(follower_pid(server))
-        status, response = post(server, "/v1/completions", {"prompt": "12+30=", "max_tokens": 8})
-        assert status == 503 and "rank 1 of its processes ended" in response["error"]["message"]
-        assert_gone(processes[1:], within_s=20.0)
-        assert server.wait() == 70
+        assert_ends_with_its_follower(server)
         log = server.log.read_text()
         assert "was killed by SIGKILL" in log and "the group ends: rank 1 (host " in log and "has ended" in log
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "dtype": "float32"}
