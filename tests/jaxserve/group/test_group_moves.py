@@ -10,7 +10,7 @@ import pytest
 from jaxserve import RequestError
 from jaxserve.client import AdminClient
 from tests.group_driver import outcomes_of_group, run_requests, start
-from tests.group_server import answers, assert_gone, assert_same, family, follower_pid, kill, post, running_group
+from tests.group_server import answers, assert_ends_with_its_follower, assert_same, running_group
 from tests.jaxserve.group.test_group_meshes import SETTINGS, SHAPES
 from tests.random_checkpoint import write_checkpoint_with_tokenizer
 from tests.server_process import PROGRAMS_CACHE
@@ -89,9 +89,4 @@ def test_a_server_moves_while_clients_wait() -> None:
                 client.join()
         for each in found:
             assert_same(each, expected)
-        processes = family(server.process.pid)
-        kill(follower_pid(server))
-        status, response = post(server, "/v1/completions", {"prompt": "12+30=", "max_tokens": 8})
-        assert status == 503 and "rank 1 of its processes ended" in response["error"]["message"]
-        assert_gone(processes[1:], within_s=20.0)
-        assert server.wait() == 70
+        assert_ends_with_its_follower(server)
