@@ -32,7 +32,7 @@ from jaxserve.group.messages import (
     ShowStacks,
     ToFollower,
 )
-from jaxserve.group.peers import Peers
+from jaxserve.group.peers import Peers, after_move
 from jaxserve.group.secure_link import check_certificate
 from jaxserve.group.settings import GroupPlace, host_name
 from jaxserve.group.stage_ranks import StageRanks
@@ -314,11 +314,7 @@ class Leader:
 
     def use_peers(self, peers: Peers, has_stages: bool) -> None:
         """Close the connections of stages, and replace them if there are stages; all processes have moved."""
-        if self._peers is not None:
-            self._peers.close()
-        self._peers = peers if has_stages else None
-        if not has_stages:
-            peers.close()
+        self._peers = after_move(self._peers, peers, has_stages)
 
     # ---------------------------------------------------------------- threads
 

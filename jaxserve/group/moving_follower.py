@@ -23,7 +23,7 @@ from jaxserve.group.messages import (
     ToLeader,
     Write,
 )
-from jaxserve.group.peers import Peers
+from jaxserve.group.peers import Peers, after_move
 from jaxserve.group.settings import GroupPlace
 from jaxserve.reshard.cache_moves import PageMove, StateMove
 from jaxserve.reshard.device_move import DeviceMove, check_move
@@ -110,12 +110,7 @@ class FollowerMoves:
     def settle(self) -> None:
         """Close the connections that are not needed anymore, as all processes have moved."""
         assert self._prepared is not None
-        if self._peers is not None:
-            self._peers.close()
-        self._peers = self._prepared.peers
-        if self.plan.num_stages == 1:
-            self._peers.close()
-            self._peers = None
+        self._peers = after_move(self._peers, self._prepared.peers, self.plan.num_stages > 1)
         self._prepared = None
 
 

@@ -174,3 +174,19 @@ class Peers:
             self._connections[process].send(shard)
         except OSError as error:  # a launch that waits for this rank fails by itself
             logger.warning("rank %d cannot be sent what a stage computed: %s", process, error)
+
+
+def after_move(old: Peers | None, new: Peers, has_stages: bool) -> Peers | None:
+    """Close the connections that are not needed once all processes have moved; return those that stages hand over on.
+
+    Args:
+        old: Those of the stages before; None without stages.
+        new: Those over which weights and pages went.
+        has_stages: Whether there are stages now.
+    """
+    if old is not None:
+        old.close()
+    if has_stages:
+        return new
+    new.close()
+    return None
