@@ -6,8 +6,9 @@
 Engines take turns: each round runs all of them once, one after the other, each in a process of its own, with the
 workloads of ``../shared/bench/peers`` (A is one stream, B and C have 32 requests). A ratio is the median over rounds,
 with the 95 % interval of their logarithms' mean. Other engines run by ``compare_all.sh`` there, where they have been
-prepared (``prepare_peers.sh``); what is missing is named. The files are written after each round. Run it on a machine
-without other work: the table says the load that it began with.
+prepared (``prepare_peers.sh``); what is missing is named. The files are written after each round, and ``--resume`` adds
+rounds to those of a file, also of other engines or workloads. Run it on a machine without other work: the table says
+the load that it began with.
 """
 
 import argparse
@@ -125,6 +126,10 @@ class Bench:
         self.rounds: list[dict[str, dict[str, float]]] = []
         self.lines: list[dict[str, Any]] = []
 
+    def resume(self, found: Mapping[str, Any]) -> None:
+        """Go on after the rounds of a file."""
+        self.rounds, self.lines = found["rounds"], found["lines"]
+
     def run_round(self) -> None:
         """Run each engine once."""
         found: dict[str, dict[str, float]] = {}
@@ -137,11 +142,12 @@ class Bench:
     def ratios(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return the ratios by pair of engines and workload: those that at least two rounds have."""
         found: dict[str, dict[str, dict[str, Any]]] = {}
+        measured = {name for each in self.rounds for name in each}
         for one, other in RATIOS:
-            if one not in self._options.engines or other not in self._options.engines:
+            if one not in measured or other not in measured:
                 continue
             row = {}
-            for letter in self._options.workloads:
+            for letter in "ABC":
                 speeds = [(each.get(one, {}).get(letter), each.get(other, {}).get(letter)) for each in self.rounds]
                 pairs = [(mine, theirs) for mine, theirs in speeds if mine and theirs]
                 if len(pairs) > 1:
@@ -214,14 +220,26 @@ def markdown(found: Mapping[str, Any]) -> str:
         cells = (str(Ratio(**row[letter]["ratio"])) if letter in row else "-" for letter in "ABC")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", "| tokens per second, median | A decode | B | C |", "|---|---|---|---|"]
-    for name in found["rounds"][0]:
-        speeds = [each[name] for each in found["rounds"] if each[name]]
-        if not speeds:
+    for name in ENGINES:
+        runs = [each[name] for each in found["rounds"] if name in each]
+        if not runs:
+            continue
+        if not any(runs):
             lines.append(f"| {name} | not prepared: see prepare_peers.sh | | |")
             continue
-        cells = (f"{statistics.median(each[x] for each in speeds):.1f}" if x in speeds[0] else "-" for x in "ABC")
+        cells = (_median([run[letter] for run in runs if letter in run]) for letter in "ABC")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _median(speeds: Sequence[float]) -> str:
+    return f"{statistics.median(speeds):.1f}" if speeds else "-"
+
+
+def _products(options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, str(_HERE / "quantized_products.py"), "--megabytes", str(options.megabytes)]
+    command += ["--outer", str(options.outer), "--inner", str(options.inner), "--turns", str(options.rounds)]
+    return json.loads(_run(command, os.environ))
 
 
 def _machine() -> dict[str, str]:
@@ -240,6 +258,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--megabytes", type=int, default=512, help="of weights of cold products")
     parser.add_argument("--outer", type=int, default=8192, help="outputs of the products (default: %(default)s)")
     parser.add_argument("--inner", type=int, default=2048, help="features of the products (default: %(default)s)")
+    parser.add_argument(
+        "--resume", action="store_true", help="add the rounds to those of the JSON file, if it is there"
+    )
     parser.add_argument("--tiny", action="store_true", help="few tokens, to try the script: speeds mean nothing")
     parser.add_argument("--no-other-engines", dest="other_engines", action="store_false")
     parser.add_argument("--peers", type=Path, default=_HERE.parents[1] / "shared" / "bench" / "peers")
@@ -247,17 +268,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the JSON file")
     parser.add_argument("--markdown", type=Path, required=True, help="the table")
     options = parser.parse_args(arguments)
-    if options.rounds < 2:
+    if options.rounds < (1 if options.resume else 2):
         parser.error("--rounds: expected 2 or more, of which an interval can be computed")
-    machine, bench = _machine(), Bench(options)
+    bench = Bench(options)
     _make_model(options)
-    command = [sys.executable, str(_HERE / "quantized_products.py"), "--megabytes", str(options.megabytes)]
-    command += ["--outer", str(options.outer), "--inner", str(options.inner), "--turns", str(options.rounds)]
-    products = json.loads(_run(command, os.environ))
+    if options.resume and options.out.exists():
+        found = json.loads(options.out.read_text())
+        if found["size"] != options.size:
+            parser.error(f"--resume: {options.out} has the shape {found['size']}, got --size {options.size}")
+        bench.resume(found)
+    else:
+        found = {"size": options.size, "machine": _machine(), "products": _products(options)}
     for _ in range(options.rounds):
         bench.run_round()
-        found = {"size": options.size, "machine": machine, "products": products, "ratios": bench.ratios()}
-        found |= {"rounds": bench.rounds, "lines": bench.lines}
+        found |= {"ratios": bench.ratios(), "rounds": bench.rounds, "lines": bench.lines}
         options.out.write_text(json.dumps(found, indent=1) + "\n")
         options.markdown.write_text(markdown(found))
     print(options.markdown.read_text(), end="")

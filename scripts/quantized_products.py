@@ -3,8 +3,9 @@
     python scripts/quantized_products.py --megabytes 512 --turns 9
 
 A product at 1 row reads a weight that no cache holds: as many weights as ``--megabytes`` allow follow one another. Its
-share is of the bandwidth that threads read with (``machine_limits.c``) or, for float activations, of the lower of that
-and of what 1.5 cycles for 16 weights at the measured clock allow. Products at 512 rows are compared with bfloat16.
+share is of the bandwidth that threads read with (``machine_limits.c``, in each turn: on shared machines it changes by
+the minute) or, for float activations, of the lower of that and of what 1.5 cycles for 16 weights at the measured clock
+allow. Products at 512 rows are compared with bfloat16.
 """
 
 import argparse
@@ -42,13 +43,17 @@ _FORMS: dict[str, Form | None] = {
 }
 
 
-def measured_limits(megabytes: int) -> dict[str, float]:
+def _limits_program(folder: str) -> list[str]:
+    """Compile what measures the machine's limits; return the command without the megabytes."""
+    program = str(Path(folder) / "limits")
+    compiler = os.environ.get("CC", "cc")
+    subprocess.run([compiler, "-O2", "-mavx2", "-pthread", str(_LIMITS), "-o", program], check=True)
+    return [program, str(num_threads())]
+
+
+def _measured_limits(program: list[str], megabytes: int) -> dict[str, float]:
     """Return the bandwidth of reads in GB/s, and the clock in GHz."""
-    with tempfile.TemporaryDirectory() as folder:
-        program = str(Path(folder) / "limits")
-        compiler = os.environ.get("CC", "cc")
-        subprocess.run([compiler, "-O2", "-mavx2", "-pthread", str(_LIMITS), "-o", program], check=True)
-        done = subprocess.run([program, str(num_threads()), str(megabytes)], stdout=subprocess.PIPE, check=True)
+    done = subprocess.run([*program, str(megabytes)], stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout)
 
 
@@ -92,28 +97,41 @@ def _in_turns(runners: dict[str, Callable[[], Any]], turns: int) -> dict[str, li
 
 def measure(outer: int, inner: int, megabytes: int, turns: int) -> dict[str, Any]:
     """Return the limits, and for each form shares of them at 1 row and speeds at 512 rows."""
-    limits = measured_limits(megabytes)
-    found: dict[str, Any] = {"instructions": instructions(), "threads": num_threads(), **limits, "forms": {}}
     counts, runners, sizes = dict[str, int](), dict[str, Callable[[], Any]](), dict[str, int]()
     for name, form in _FORMS.items():
         one = _packed(form, outer, inner).nbytes
         counts[name] = max(2, (megabytes << 20) // one)
         runners[name], sizes[name] = _runner(form, 1, outer, inner, counts[name])
-    cold = _in_turns(runners, turns)
+    cold: dict[str, list[float]] = {name: [] for name in _FORMS}
+    limits = []
+    with tempfile.TemporaryDirectory() as folder:
+        program = _limits_program(folder)
+        for _ in range(turns):
+            limits.append(_measured_limits(program, megabytes))
+            for name, seconds in _in_turns(runners, 1).items():
+                cold[name] += seconds
     many = _in_turns({name: _runner(form, 512, outer, inner, 1)[0] for name, form in _FORMS.items()}, turns)
+    found: dict[str, Any] = {"instructions": instructions(), "threads": num_threads(), "forms": {}}
+    found |= {field: round(statistics.median(each[field] for each in limits), 2) for field in limits[0]}
     for name in _FORMS:
+        num_weights = counts[name] * outer * inner if "float" in name else 0
+        shares = [_share(*each, sizes[name], num_weights) for each in zip(cold[name], limits, strict=True)]
         seconds = statistics.median(cold[name])
-        speed, issue = sizes[name] / seconds / 1e9, num_threads() * limits["clock_ghz"] * _AT_ONCE / _CYCLES
-        weights = counts[name] * outer * inner / seconds / 1e9
-        limited = max(speed / limits["read_gb_s"], weights / issue if "float" in name else 0)
         flops = 2 * 512 * outer * inner / statistics.median(many[name]) / 1e9
         ratios = [one / other for one, other in zip(many["bf16"], many[name], strict=True)]
         found["forms"][name] = {
-            **{"cold_gb_s": round(speed, 2), "cold_us": round(1e6 * seconds / counts[name], 1)},
-            **{"cold_share": round(limited, 3), "gop_s_512": round(flops, 1)},
+            "cold_gb_s": round(sizes[name] / seconds / 1e9, 2),
+            "cold_us": round(1e6 * seconds / counts[name], 1),
+            **{"cold_share": round(statistics.median(shares), 3), "gop_s_512": round(flops, 1)},
             "times_bf16_512": round(statistics.median(ratios), 3),
         }
     return found
+
+
+def _share(seconds: float, limits: dict[str, float], num_bytes: int, num_weights: int) -> float:
+    """Return the share of the limit: of reading bytes, or, if it is more, of computing with weights."""
+    issue = num_threads() * limits["clock_ghz"] * _AT_ONCE / _CYCLES
+    return max(num_bytes / limits["read_gb_s"], num_weights / issue) / seconds / 1e9
 
 
 def main() -> None:

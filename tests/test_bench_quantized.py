@@ -41,11 +41,16 @@ def test_the_table_names_what_is_missing() -> None:
 @pytest.mark.skipif(not PEERS.exists(), reason="needs the workloads of the peers' bench")
 def test_one_command_makes_the_table(tmp_path: Path) -> None:
     json_file, table = tmp_path / "table.json", tmp_path / "table.md"
-    given = ["--size", "15m", "--tiny", "--rounds", "2", "--megabytes", "2", "--outer", "512", "--inner", "256"]
+    tiny = ["--size", "15m", "--tiny", "--workloads", "A"]
+    given = [*tiny, "--rounds", "2", "--megabytes", "2", "--outer", "512", "--inner", "256"]
     places = ["--files", str(tmp_path), "--peers", str(PEERS), "--out", str(json_file), "--markdown", str(table)]
     engines = ["bfloat16", "int4, int8 activations", "vLLM, W8A8"]
-    main([*given, "--workloads", "A", "--engines", *engines, *places])
+    main([*given, "--engines", *engines, *places])
     found = json.loads(json_file.read_text())
     assert found["ratios"]["int4, int8 activations : bfloat16"]["A"]["ratio"]["median"] > 0
     assert found["products"]["forms"].keys() == PRODUCTS
     assert "| vLLM, W8A8 | not prepared" in table.read_text()
+    main([*tiny, "--rounds", "1", "--resume", "--engines", "bfloat16", *places])
+    more = json.loads(json_file.read_text())
+    assert more["rounds"][:2] == found["rounds"] and more["rounds"][2].keys() == {"bfloat16"}
+    assert more["products"] == found["products"] and more["ratios"] == found["ratios"]

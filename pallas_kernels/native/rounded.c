@@ -129,26 +129,39 @@ INLINE void add_codes(const int rows, const int panels, const int is_half, const
   }
 }
 
-// Adds a group's sums, which lie where those of a part do, to those of the groups before.
-static void add_group(int rows, int panels, const Linear *l, const Span *span, int64_t group) {
+// Adds a group's products with a row to those of the groups before; sums are of a vector of outputs, whose numbers follow.
+INLINE void add_products(const Parts parts, const GroupNumbers *of_group, Ints sum, const float *of_row, int rows,
+                         int is_first, float *total) {
+  int32_t center_sum;
+  memcpy(&center_sum, of_row + CENTER_SUM * rows, sizeof center_sum);
+  const Vec before = is_first ? vec_zero() : vec_load(total);
+  vec_store(total, add_rounded(parts, of_group, ints_sub(sum, ints_set(center_sum)), of_row, rows, before));
+}
+
+// Adds those of all rows and outputs; the group's sums lie where those of a part do, or, of few rows, in registers.
+INLINE void add_group(const int rows, const int panels, const Linear *l, const Span *span, int64_t group,
+                      Ints sum[ROWS][PANELS_AT_ONCE * VECTORS]) {
   const Quantized *q = l->quantized;
   const int step = VECTORS * LANES == PANEL ? LANES : span->step;
   const float *numbers = numbers_in(l, span->rows, rows) + group * GROUP_NUMBERS * rows;
   const Parts parts = parts_of(number_of_parts(q));
+#pragma GCC unroll 3
   for (int p = 0; p < panels; p++) {
     const char *panel = span->panel + p * panel_bytes(q), *at = group_of(q, panel, group), *block = block_of(q, panel, group);
+#pragma GCC unroll 2
     for (int j = 0; j < VECTORS; j++) {
       const GroupNumbers of_group = whole_numbers_of(q, block, at, span->lane + j * step);
+#pragma GCC unroll 4
       for (int r = 0; r < rows; r++) {
         const int64_t place = p * span->partial_panel + r * PANEL + j * step;
-        float *total = span->totals + place;
-        int32_t center_sum;
-        memcpy(&center_sum, numbers + CENTER_SUM * rows + r, sizeof center_sum);
-        const Ints products = ints_sub(ints_load((const char *)(span->partial + place)), ints_set(center_sum));
-        vec_store(total, add_rounded(parts, &of_group, products, numbers + r, rows, group ? vec_load(total) : vec_zero()));
+        const Ints products = sum ? sum[r][p * VECTORS + j] : ints_load((const char *)(span->partial + place));
+        add_products(parts, &of_group, products, numbers + r, rows, group == 0, span->totals + place);
       }
     }
   }
+}
+static void add_group_of_rows(int rows, const Linear *l, const Span *span, int64_t group) {
+  add_group(rows, 1, l, span, group, 0);
 }
 
 INLINE void multiply_tile(const int rows, const int panels, const int bits, const Linear *l, const Span *span) {
@@ -173,12 +186,16 @@ INLINE void multiply_tile(const int rows, const int panels, const int bits, cons
     else if (bits == TABLE) add_codes(rows, panels, 1, 1, q, span, codes, from, (stop - k) / 8, sum);
     else add_codes(rows, panels, bits == 4, 0, q, span, codes, from, (stop - k) * bits / 32, sum);
     k = stop;
+    if (stop == last && panels == PANELS_AT_ONCE) {  // of short groups the way through memory takes long
+      add_group(rows, panels, l, span, group, sum);
+      continue;
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 6
       for (int j = 0; j < vectors; j++)
         ints_store(partial + j / VECTORS * span->partial_panel + r * PANEL + j % VECTORS * step, sum[r][j]);
-    if (stop == last) add_group(rows, panels, l, span, group);
+    if (stop == last) add_group_of_rows(rows, l, span, group);
   }
 }
 
