@@ -3,6 +3,7 @@
 #
 #   bash scripts/make_venv.sh            what running the engine needs
 #   bash scripts/make_venv.sh dev        the same plus an extra of pyproject.toml, or several: dev,otel
+#   bash scripts/make_venv.sh --require-hashes    what running needs, only with the hashes of scripts/hashes-VERSION.txt
 #
 # Does nothing, in well under a second, when .venv already has what pyproject.toml and the constraints file require.
 # PYTHON=/path/to/python chooses the interpreter of a new .venv; otherwise the first Python >= 3.11 found is taken.
@@ -11,6 +12,10 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
 extra="${1:-}"
+hashed=false
+if [ "$extra" = --require-hashes ]; then
+  hashed=true extra=
+fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 unset PYTHONPATH PYTHONHOME
 
@@ -65,11 +70,25 @@ version="$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:
 constraints="$root/scripts/constraints-$version.txt"
 [ -f "$constraints" ] || constraints=/dev/null
 
+hashes="$root/scripts/hashes-$version.txt"
+if $hashed && [ ! -f "$hashes" ]; then
+  echo "error: there are no hashes for Python $version (scripts/hashes-$version.txt); scripts/pin_hashes.py writes them" >&2
+  exit 1
+fi
+
 # One stamp for each extra: what was requested, and where, when its last installation succeeded. And one for the
 # native kernels, which all extras share: an installation builds them into the tree.
 stamp="$venv/.installed-${extra:-core}"
+if $hashed; then
+  stamp="$venv/.installed-hashed"
+  if [ -f "$venv/.installed-core" ]; then
+    echo "error: .venv has packages that were installed without hashes; remove it first" >&2
+    exit 1
+  fi
+fi
 native_stamp="$venv/.installed-native"
 wanted="$root $version $(cat "$root/pyproject.toml" "$constraints" | cksum)"
+if $hashed; then wanted="$wanted $(cksum <"$hashes")"; fi
 wanted_native="$(cat "$root/setup.py" "$root"/pallas_kernels/native/*.{c,h,py} | cksum)"
 has_library=true
 [ "$(uname -sm)" != "Linux x86_64" ] || [ -f "$root/pallas_kernels/libjaxserve_native.so" ] || has_library=false
@@ -83,7 +102,12 @@ if [ "$constraints" = /dev/null ]; then
   echo "There is no tested set of versions for Python $version (scripts/constraints-$version.txt): taking the newest allowed"
 fi
 # Modules are compiled when first imported; most of what the extras bring never is.
-"$venv/bin/python" -m pip install --quiet --no-compile --constraint "$constraints" --editable "$root${extra:+[$extra]}"
+if $hashed; then
+  "$venv/bin/python" -m pip install --quiet --no-compile --no-deps --require-hashes --requirement "$hashes"
+  "$venv/bin/python" -m pip install --quiet --no-compile --no-deps --no-build-isolation --editable "$root"
+else
+  "$venv/bin/python" -m pip install --quiet --no-compile --constraint "$constraints" --editable "$root${extra:+[$extra]}"
+  echo "$wanted" >"$venv/.installed-core"
+fi
 echo "$wanted" >"$stamp"
-echo "$wanted" >"$venv/.installed-core"
 echo "$wanted_native" >"$native_stamp"

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -20,16 +20,12 @@ from jaxserve.server.audit import audit
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError, status_of
 from jaxserve.server.frontend import new_request_id
+from jaxserve.server.grpc_api.open_streams import Context, Reflections, health_calls
 from jaxserve.server.grpc_api.statuses import rich_status
 from jaxserve.server.ledger import Ledger
 from jaxserve.server.tracing import LABEL_HEADER, remember_trace, remembered_headers
 
 logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    Context = grpc.aio.ServicerContext[Any, Any]
-else:
-    Context = Any  # gRPC's own contexts are no instances of its class
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,47 +75,14 @@ ACCESS = MappingProxyType(
 )
 """Method to the scope that a key needs; all other methods are denied."""
 
-MAX_REFLECTIONS = 32
-"""Streams of server reflection at a time."""
 _NOBODY = Caller("nobody", frozenset())
 _ADMINISTRATION = "/jaxserve.v1.AdminService/"
+_HEALTH = "/grpc.health."
+_REFLECTION = "/grpc.reflection."
 _READING = ("/jaxserve.v1.AdminService/GetLoad",)
 """Methods of administration that change nothing."""
 _LATE_S = 1.0  # after a call's deadline: gRPC ends the call in that time
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
-
-
-class Reflections:
-    """Limits the streams of server reflection, which anybody may open and leave open.
-
-    Args:
-        limit_s: Seconds that a stream may take; 0: no limit.
-    """
-
-    def __init__(self, limit_s: float):
-        self._limit_s = limit_s
-        self._num_open = 0
-
-    def guarded(self, handler: Any) -> Any:
-        """Return a handler that refuses streams beyond ``MAX_REFLECTIONS``, and ends those that take too long."""
-
-        async def respond(requests: Any, context: Context) -> None:
-            if self._num_open >= MAX_REFLECTIONS:
-                message = f"too many reflection streams: {MAX_REFLECTIONS} are open already"
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
-            self._num_open += 1
-            try:
-                async with asyncio.timeout(self._limit_s or None):
-                    async for response in handler.stream_stream(requests, context):
-                        await context.write(response)
-            except TimeoutError:
-                await context.abort(
-                    grpc.StatusCode.DEADLINE_EXCEEDED, f"the stream took longer than {self._limit_s:g} s"
-                )
-            finally:
-                self._num_open -= 1
-
-        return grpc.stream_stream_rpc_method_handler(respond, handler.request_deserializer, handler.response_serializer)
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -137,6 +100,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._ledger = ledger
         self._stall_timeout_s = stall_timeout_s
         self._reflections = Reflections(stall_timeout_s)
+        self._health_calls = health_calls(max_calls)
         self._max_calls = max_calls
         self._is_refusing = False
         self._num_running = 0
@@ -177,26 +141,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 await _abort(context, status)
 
             return grpc.stream_stream_rpc_method_handler(refuse)
-        if not method.startswith("/jaxserve."):
-            return self._reflections.guarded(handler) if method.startswith("/grpc.reflection.") else handler
+        if method.startswith(_REFLECTION):
+            return self._reflections.guarded(handler)
+        if method.startswith(_HEALTH):
+            return _reading(handler, lambda behaviour: self._bounded(call, behaviour))
         remember_trace(metadata)
 
-        def parse(data: bytes) -> Any:
-            """Return the message, or an error for the handler to raise: gRPC would report an unknown one."""
-            try:
-                return handler.request_deserializer(data)
-            except DecodeError:
-                return RequestError("the message cannot be parsed as the method's request")
+        def guard(behaviour: _Behaviour) -> _Behaviour:
+            is_audited = method.startswith(_ADMINISTRATION) and method not in _READING
+            return self._guarded(call, _audited(method, call, behaviour) if is_audited else behaviour)
 
-        # Handlers are streaming on this side, so that they read their message themselves and can time out; on the wire
-        # it is the same.
-        if handler.response_streaming:
-            make, behaviour = grpc.stream_stream_rpc_method_handler, handler.unary_stream
-        else:
-            make, behaviour = grpc.stream_unary_rpc_method_handler, handler.unary_unary
-        if method.startswith(_ADMINISTRATION) and method not in _READING:
-            behaviour = _audited(method, call, behaviour)
-        return make(self._guarded(call, behaviour), parse, handler.response_serializer)
+        return _reading(handler, guard)
 
     def _caller(self, method: str, metadata: Any) -> Caller:
         """Return who makes a call.
@@ -265,6 +220,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return respond
 
+    def _bounded(self, call: GrpcCall, behaviour: _Behaviour) -> _Behaviour:
+        """Return the behaviour of a health method: it needs no key, and does not delay the end of the server."""
+
+        async def respond(requests: Any, context: Context) -> Any:
+            del requests
+            async with self._health_calls.admit(context):
+                try:
+                    request = await self._read(context)
+                except JaxserveError as error:
+                    status = rich_status(status_of(error), call.request_id)
+                else:
+                    return await behaviour(request, context)
+                await _abort(context, status)
+
+        return respond
+
     async def _read(self, context: Context) -> Any:
         """Return the only message of a call.
 
@@ -291,6 +262,23 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._num_running -= 1
         if not self._num_running:
             self._is_idle.set()
+
+
+def _reading(handler: Any, guard: Callable[[_Behaviour], _Behaviour]) -> Any:
+    """Return a handler that reads its message itself, so that it can time out; on the wire it is the same."""
+
+    def parse(data: bytes) -> Any:
+        """Return the message, or an error for the handler to raise: gRPC would report an unknown one."""
+        try:
+            return handler.request_deserializer(data)
+        except DecodeError:
+            return RequestError("the message cannot be parsed as the method's request")
+
+    if handler.response_streaming:
+        make, behaviour = grpc.stream_stream_rpc_method_handler, handler.unary_stream
+    else:
+        make, behaviour = grpc.stream_unary_rpc_method_handler, handler.unary_unary
+    return make(guard(behaviour), parse, handler.response_serializer)
 
 
 def _drop_error(reading: "asyncio.Future[Any]") -> None:

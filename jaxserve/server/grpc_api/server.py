@@ -14,8 +14,10 @@ from grpc_reflection.v1alpha import reflection
 from jaxserve.api.errors import ConfigError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.generation import GenerationServicer
-from jaxserve.server.grpc_api.interceptor import MAX_REFLECTIONS, CallInterceptor, Context
+from jaxserve.server.grpc_api.interceptor import CallInterceptor
+from jaxserve.server.grpc_api.open_streams import MAX_CHECKS, MAX_REFLECTIONS, Context, max_watchers
 from jaxserve.server.grpc_api.services import AdminServicer, ModelServicer, TokenizationServicer
+from jaxserve.server.grpc_api.wakeups import whole_wakeups
 from jaxserve.server.proto.jaxserve.v1 import (
     admin_pb2_grpc,
     generation_pb2,
@@ -35,7 +37,6 @@ MAX_METADATA_BYTES = 16 << 10
 """Most bytes of a call's metadata."""
 _MIN_PING_INTERVAL_MS = 10_000  # routers ping more often than gRPC servers accept by default
 _FLUSH_S = 0.1  # to send the last bytes of calls that have ended
-_MAX_CHECKS = 64  # health checks, which take no time
 _CONNECTIONS_AT_FULL = 16  # the total limit of calls is that of this many connections
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -67,7 +68,7 @@ class GrpcServer:
         )
         limits = (config.stall_timeout, self._max_calls)
         self._interceptor = CallInterceptor(frontend.authenticator, frontend.ledger, *limits)
-        self._health = HealthService(self._max_calls // 4)
+        self._health = HealthService(max_watchers(self._max_calls))
         self._health.set(GENERATION, False)
 
     async def start(self) -> None:
@@ -117,11 +118,13 @@ class GrpcServer:
     def _make_server(self, services: Sequence[str]) -> grpc.aio.Server:
         config = self._frontend.config
         # Beside the calls, those that need no key have places of their own.
-        server = grpc.aio.server(
-            interceptors=(self._interceptor,),
-            options=_options(config),
-            maximum_concurrent_rpcs=self._max_calls + self._max_calls // 4 + MAX_REFLECTIONS + _MAX_CHECKS,
-        )
+        max_others = max_watchers(self._max_calls) + MAX_CHECKS + MAX_REFLECTIONS
+        with whole_wakeups(asyncio.get_running_loop()):
+            server = grpc.aio.server(
+                interceptors=(self._interceptor,),
+                options=_options(config),
+                maximum_concurrent_rpcs=self._max_calls + max_others,
+            )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if not config.disable_grpc_reflection:
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -10,7 +10,8 @@ from jaxserve.server.converted_tokens import check_converted
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.generation import conversation_fields
-from jaxserve.server.grpc_api.interceptor import CURRENT_CALL, Context
+from jaxserve.server.grpc_api.interceptor import CURRENT_CALL
+from jaxserve.server.grpc_api.open_streams import Context
 from jaxserve.server.metrics import values_of_all
 from jaxserve.server.proto.jaxserve.v1 import (
     admin_pb2,

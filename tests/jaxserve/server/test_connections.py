@@ -268,7 +268,7 @@ def test_as_many_files_may_be_open_as_the_machine_allows(monkeypatch: pytest.Mon
 def test_silent_reflection_streams_leave_places_for_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """They need no key. There are few, and they end."""
     monkeypatch.setattr("jaxserve.server.grpc_api.server._CONNECTIONS_AT_FULL", 1)
-    monkeypatch.setattr("jaxserve.server.grpc_api.interceptor.MAX_REFLECTIONS", 3)
+    monkeypatch.setattr("jaxserve.server.grpc_api.open_streams.MAX_REFLECTIONS", 3)
 
     async def main() -> None:
         async with serving(max_concurrent_streams=64, stall_timeout=1.0) as there, connected(there.target) as channel:
