@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from types import FrameType
 from jaxserve.api.config_checks import parse_mesh
 from jaxserve.api.errors import ConfigError
 from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED, child_environment, end_of, shell_status
+from jaxserve.group.ports import LOOPBACK, PortPair
 from jaxserve.group.settings import SECRET_BYTES
 
 logger = logging.getLogger(__name__)
@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 HELP = "run a command in several processes on this machine that share one engine"
 _POLL_S = 0.1
 _PATIENCE_S = 5.0  # for the others once one has ended
-LOOPBACK = "127.0.0.1"
-"""Address of processes that are all on this machine."""
 _OWN_FLAGS = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless", "--group-secret-file")
 
 
@@ -115,7 +113,7 @@ class Launcher:
         self._command = list(command)
         self._restarts = "--restart-engine" in command
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._port = free_ports()
+        self._ports = PortPair()
         self._processes: list[_Process] = []
         self._reported = set[int]()
         self._has_failed = False
@@ -139,11 +137,12 @@ class Launcher:
                     process.popen.kill()
                     process.popen.wait()
                 os.close(process.pipe)
+            self._ports.close()
 
     def _start(self, rank: int) -> _Process:
         reading, writing = os.pipe()
         os.write(writing, self._secret)
-        place = ["--address", f"{LOOPBACK}:{self._port}", "--count", str(self._count), "--rank", str(rank)]
+        place = ["--address", f"{LOOPBACK}:{self._ports.first}", "--count", str(self._count), "--rank", str(rank)]
         popen = subprocess.Popen(
             [sys.executable, "-P", "-m", "jaxserve.group", *place, "--secret-fd", str(reading), *self._command],
             pass_fds=(reading,),
@@ -206,20 +205,3 @@ class Launcher:
         """Pass a signal on to process 0, which drains and lets the others end."""
         for process in self._processes[:1]:
             process.popen.send_signal(number)
-
-
-def free_ports(address: str = LOOPBACK) -> int:
-    """Return a free port at an address of this machine whose successor, for JAX's coordinator, is free too.
-
-    Raises:
-        ConfigError: There are none.
-    """
-    for _ in range(100):
-        with socket.create_server((address, 0)) as first:
-            port = first.getsockname()[1]
-            try:
-                with socket.create_server((address, port + 1)):
-                    return port
-            except (OSError, OverflowError):
-                continue
-    raise ConfigError(f"no two consecutive ports are free at {address}")
