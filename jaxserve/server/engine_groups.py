@@ -15,9 +15,11 @@ from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.turns import SHARED_TURN, Turn
+from jaxserve.group.replicas import ReplicaGroups, check_processes, devices_of_replica
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_queries import EngineQueries
 from jaxserve.server.errors import UnavailableError
+from jaxserve.server.replica_group import ReplicaGroup
 from jaxserve.server.restarts import Pauses
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import EngineInfo
@@ -32,16 +34,20 @@ class EngineGroups(EngineQueries):
     Args:
         engine_arguments: Arguments of ``LLM``; ``data_parallel_size`` is the number of groups.
         config: The server's settings.
+        replicas: How the groups are started.
 
     Attributes:
         on_change: Called when a group has ended or is ready again, and any is ready.
     """
 
-    def __init__(self, engine_arguments: Mapping[str, Any], config: ServerConfig):
-        self._groups = [
-            EngineClient(arguments, config, environment=environment)
-            for arguments, environment in group_arguments(engine_arguments, os.environ)
+    def __init__(self, engine_arguments: Mapping[str, Any], config: ServerConfig, replicas: ReplicaGroups):
+        self._processes = [
+            ReplicaGroup(number, arguments, environments, config, replicas)
+            for number, (arguments, environments) in enumerate(
+                group_arguments(engine_arguments, os.environ, replicas.num_processes)
+            )
         ]
+        self._groups = [each.client for each in self._processes]
         self._num_seqs = [0] * len(self._groups)
         self._restarts = config.restart_engine
         self._supervisors: list[asyncio.Task[None]] = []
@@ -61,7 +67,7 @@ class EngineGroups(EngineQueries):
             return
         try:
             async with asyncio.TaskGroup() as starting:
-                for group in self._groups:
+                for group in self._processes:
                     starting.create_task(group.start())
         except* JaxserveError as errors:
             await self.kill()
@@ -71,16 +77,17 @@ class EngineGroups(EngineQueries):
 
     async def _supervise(self, index: int) -> None:
         """Tell of the ends of a group, and start it again if the engine is to be restarted."""
-        group, pauses = self._groups[index], Pauses()
+        group, pauses = self._processes[index], Pauses()
         while True:
             pauses.began()
-            self._reason = await group.wait_ended()
+            self._reason = await group.client.wait_ended()
             logger.error("group %d: the engine process ended: %s", index, self._reason)
             self._note_change()
+            await group.wait_others()
             if not self._restarts:
                 return
             pause_s = pauses.next_s()
-            while not group.is_alive:
+            while not group.client.is_alive:
                 await asyncio.sleep(pause_s)
                 try:
                     await group.start()
@@ -114,13 +121,13 @@ class EngineGroups(EngineQueries):
         for supervisor in self._supervisors:
             supervisor.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
-        await asyncio.gather(*(group.stop(drain_s, patience_s) for group in self._groups))
+        await asyncio.gather(*(group.stop(drain_s, patience_s) for group in self._processes))
 
     async def kill(self) -> None:
         """End all processes at once."""
         for supervisor in self._supervisors:
             supervisor.cancel()
-        await asyncio.gather(*(group.kill() for group in self._groups))
+        await asyncio.gather(*(group.kill() for group in self._processes))
 
     @property
     def is_alive(self) -> bool:
@@ -240,25 +247,25 @@ def merged_info(infos: Sequence[EngineInfo]) -> EngineInfo:
 
 
 def group_arguments(
-    engine_arguments: Mapping[str, Any], environment: Mapping[str, str]
-) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """Return the arguments of the engine of each group, and what is added to its environment: its own GPUs.
+    engine_arguments: Mapping[str, Any], environment: Mapping[str, str], num_processes: int = 1
+) -> list[tuple[dict[str, Any], list[dict[str, str]]]]:
+    """Return the arguments of the engine of each group, and what is added to the environment of each of its processes:
+    its own GPUs.
 
     Args:
         engine_arguments: Those of all.
         environment: Names the GPUs, if not all are to be used.
+        num_processes: Number of processes of each group.
 
     Raises:
-        ConfigError: There are too few GPUs, or the mesh is wrong.
+        ConfigError: There are too few GPUs, the processes cannot share them, or the mesh is wrong.
     """
     given = dict(engine_arguments)
-    mesh = given.pop("mesh", None)
-    if mesh is not None:
-        given |= parse_mesh(mesh, given)
+    if given.get("mesh") is not None:
+        given |= parse_mesh(given["mesh"], given)
     count = given.get("data_parallel_size", 1)
-    num_devices = 1
-    for axis, name in MESH_FIELDS.items():
-        num_devices *= 1 if axis == "data" else given.get(name) or 1
+    num_devices = devices_of_replica({name: given.get(name) or 1 for name in MESH_FIELDS.values()})
+    check_processes(num_processes, num_devices)
     named = environment.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(i) for i in range(count * num_devices)] if named is None else [g for g in named.split(",") if g]
     if gpus and len(gpus) < count * num_devices:
@@ -266,9 +273,15 @@ def group_arguments(
             f"data_parallel_size={count}: the groups need {count * num_devices} GPUs, but CUDA_VISIBLE_DEVICES names "
             f"{len(gpus)}"
         )
-    found = list[tuple[dict[str, Any], dict[str, str]]]()
+    each = num_devices // num_processes
+    parts = [
+        {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number * each : (number + 1) * each])}
+        for number in range(count * num_processes)
+    ]
+    found = list[tuple[dict[str, Any], list[dict[str, str]]]]()
     for index in range(count):
         own = {**given, "data_parallel_size": 1, "seed": given.get("seed", 0) + index}  # else all would draw the same
-        visible = ",".join(gpus[index * num_devices : (index + 1) * num_devices])
-        found.append((own, {"CUDA_VISIBLE_DEVICES": visible}))
+        if given.get("mesh") is not None:
+            own["mesh"] = ",".join(f"{axis}={own[name]}" for axis, name in MESH_FIELDS.items())
+        found.append((own, parts[index * num_processes : (index + 1) * num_processes]))
     return found
