@@ -18,7 +18,6 @@ from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.group.replicas import ReplicaGroups, check_processes, devices_of_replica
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_queries import EngineQueries
-from jaxserve.server.errors import UnavailableError
 from jaxserve.server.replica_group import ReplicaGroup
 from jaxserve.server.restarts import Pauses
 from jaxserve.server.settings import ServerConfig
@@ -134,6 +133,11 @@ class EngineGroups(EngineQueries):
         """Whether any group is ready."""
         return any(group.is_alive for group in self._groups)
 
+    @property
+    def groups_up(self) -> Sequence[bool]:
+        """Whether each group is ready."""
+        return [group.is_alive for group in self._groups]
+
     async def wait_ended(self) -> str:
         """Wait until no group is left; return why the last one has ended."""
         await self._is_down.wait()
@@ -178,7 +182,8 @@ class EngineGroups(EngineQueries):
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort requests by their full names; return those that were running or waiting."""
-        return list(itertools.chain(*await self._of_all(lambda group: group.abort(request_ids))))
+        aborted = await self._of_all(lambda group: group.abort(request_ids))
+        return list(itertools.chain(*aborted.values()))
 
     async def reshard(self, mesh: str | None, layout: str | None) -> dict[str, Any]:
         """Refuse to move the engine.
@@ -193,13 +198,10 @@ class EngineGroups(EngineQueries):
 
     async def metrics(self) -> list[Metric]:
         """Return the current metrics of all groups that are ready, each with the group's index as label ``engine``."""
-        indices = [index for index, group in enumerate(self._groups) if group.is_alive]
         found = await self._of_all(lambda group: group.metrics())
-        if len(found) != len(indices):
-            raise UnavailableError("a group has ended")
         labelled = [
             dataclasses.replace(metric, labels={**metric.labels, "engine": str(index)})
-            for index, metrics in zip(indices, found, strict=True)
+            for index, metrics in found.items()
             for metric in metrics
         ]
         order = {metric.name: None for metric in labelled}
@@ -220,10 +222,24 @@ class EngineGroups(EngineQueries):
         """Stop the recordings and write the profiles."""
         await self._of_all(lambda group: group.stop_profile())
 
-    async def _of_all(self, call: Callable[[EngineClient], Any]) -> list[Any]:
-        """Return what all groups that are ready answer."""
+    async def _of_all(self, call: Callable[[EngineClient], Any]) -> dict[int, Any]:
+        """Return what all groups that are ready answer, by index. Those that end meanwhile have no answer.
+
+        Raises:
+            JaxserveError: One of them refused; the others have done it.
+            EngineDeadError: None is ready.
+        """
         self._choose()
-        return await asyncio.gather(*(call(group) for group in self._groups if group.is_alive))
+        asked = {index: call(group) for index, group in enumerate(self._groups) if group.is_alive}
+        found = await asyncio.gather(*asked.values(), return_exceptions=True)
+        answers = dict(zip(asked, found, strict=True))
+        for answer in found:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
+                raise answer
+        answers = {index: each for index, each in answers.items() if not isinstance(each, BaseException)}
+        if not answers:
+            raise EngineDeadError(f"the engine process ended: {self._reason}")
+        return answers
 
     async def _query(self, method: str, **arguments: Any) -> Any:
         group: EngineQueries = self._groups[self._choose()]
