@@ -20,7 +20,7 @@ from jaxserve.group.settings import SECRET_BYTES
 
 logger = logging.getLogger(__name__)
 
-HELP = "run a command in several processes on this machine that share one engine"
+HELP = "run a command in several processes on this machine: one engine, or a group for each replica of it"
 _POLL_S = 0.1
 _PATIENCE_S = 5.0  # for the others once one has ended
 _OWN_FLAGS = (

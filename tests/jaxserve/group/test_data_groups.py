@@ -1,21 +1,23 @@
 """Two groups behind one front end: the answers of one engine, and the death of one of them."""
 
 import argparse
+import itertools
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxserve import LLM
+from jaxserve import LLM, RequestError, RequestOutput, SamplingParams
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.cli import main
+from jaxserve.client import AdminClient, Client
 from jaxserve.group.replicas import mesh_sizes
 from jaxserve.server.command import add_arguments, serve_arguments
 from jaxserve.server.engine_groups import group_arguments
@@ -81,6 +83,10 @@ def test_two_groups_answer_as_one_engine_and_one_outlives_the_other() -> None:
         for status, message in ask_both(server):
             assert status == 200 or (status == 503 and "was killed by SIGKILL" in message), message
         assert len(engines(server)) == 1
+        assert [
+            f'jaxserve:group_up{{model_name="demo",engine="{index}"}} {is_up}' in text_of(server, "/metrics")
+            for index, is_up in ((0, 1), (1, 0))
+        ] == [True, True]
         assert answers(server) == found
         kill(engines(server)[0])
         assert server.wait() == 70
@@ -99,6 +105,43 @@ def test_a_group_is_started_again() -> None:
         ):
             assert post(server, "/v1/completions", {"prompt": "12+30=", "max_tokens": 2})[0] in (200, 503)
         assert first[1] in now and first[0] not in now
+
+
+@pytest.mark.slow
+def test_operators_reach_both_groups() -> None:
+    """Abort, the prefix cache, a move that is refused, and a drain."""
+    prompt = "count 1 2 3 4 5 6 7 8 9 10 11 12:"
+
+    def begin() -> list[Iterator[RequestOutput]]:
+        """Two long requests, the second of which goes to the group that has none; their first tokens are here."""
+        streams = [client.stream(prompt, SamplingParams(**LONG)) for _ in range(2)]
+        return [itertools.chain([next(stream)], stream) for stream in streams]
+
+    def num_cached() -> list[int]:
+        """Tokens of the prompt that the prefix cache of each group had."""
+        return [max(output.num_cached_tokens or 0 for output in stream) for stream in begin()]
+
+    with running_group(*FLAGS) as server, AdminClient(server.admin) as admin, Client(server.grpc) as client:
+        num_cached()
+        assert min(num_cached()) > 0
+        admin.reset_prefix_cache()
+        assert num_cached() == [0, 0]
+        streams = begin()
+        assert admin.load().num_running == 2
+        firsts = [next(stream) for stream in streams]
+        names = [first.request_id for first in firsts]
+        assert {*admin.abort([*names, "nobody's"])} == {*names}
+        for stream in streams:
+            *_, last = stream
+            assert last.outputs[0].finish_reason == "abort"
+        with pytest.raises(RequestError, match="runs as 2 groups of processes, which neither merge nor split"):
+            admin.reshard("tensor=2")
+        streams = begin()
+        admin.drain(timeout_s=60.0)
+        assert post(server, "/v1/completions", {"prompt": "12+30="})[0] == 503
+        for stream in streams:
+            assert sum(len(output.outputs[0].token_ids) for output in stream) == LONG["max_tokens"]
+        assert server.wait() == 0
 
 
 @pytest.mark.slow
