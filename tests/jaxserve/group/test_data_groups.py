@@ -152,19 +152,13 @@ def test_groups_of_two_processes_each() -> None:
         found = answers(server)
         first = {group: members(server, group) for group in (0, 1)}
         assert all(len(pids) == 2 for pids in first.values())
-        ports = {port_of(pids[1]) for pids in first.values()}
-        assert len(ports) == 2, "each group is a JAX job of its own"
-        kill(first[1][1])
-        while "group 1: the engine process was started again" not in server.log.read_text():
-            status, response = post(server, "/v1/completions", {"prompt": "12+30=", "max_tokens": 2})
-            assert status in (200, 503), response
+        assert len({port_of(pids[1]) for pids in first.values()}) == 2, "each group is a JAX job of its own"
+        kill_one(server, 1, rank=1)
         log = server.log.read_text()
         assert f"group 1: rank 1 (process {first[1][1]}) was killed by SIGKILL" in log
         assert "group 1: the engine process ended: rank 1 of its processes ended" in log
-        assert_gone(first[1], within_s=0.0)
-        assert members(server, 0) == first[0]
-        again = members(server, 1)
-        assert len(again) == 2 and not {*again} & {*first[1]} and port_of(again[1]) not in ports
+        kill_one(server, 0, rank=0)
+        assert "group 0: the engine process ended: it was killed by SIGKILL" in server.log.read_text()
         assert answers(server) == found
         everyone = family(server.process.pid)
         kill(server.process.pid, signal.SIGTERM)
@@ -173,6 +167,20 @@ def test_groups_of_two_processes_each() -> None:
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "dtype": "float32"}
     with LLM("demo", compilation_cache_dir=str(PROGRAMS_CACHE), tensor_parallel_size=2, **settings) as llm:
         assert_same(found, expected_answers(llm))
+
+
+def kill_one(server: RunningServer, group: int, rank: int) -> None:
+    """Kill a process of a group: only its group ends, and is made again with other processes and ports."""
+    old, other = members(server, group), members(server, 1 - group)
+    port = port_of(old[1])
+    kill(old[rank])
+    while f"group {group}: the engine process was started again" not in server.log.read_text():
+        status, response = post(server, "/v1/completions", {"prompt": "12+30=", "max_tokens": 2})
+        assert status in (200, 503), response
+    assert_gone(old, within_s=0.0)
+    new = members(server, group)
+    assert len(new) == 2 and not {*new} & {*old} and port_of(new[1]) != port
+    assert members(server, 1 - group) == other
 
 
 def members(server: RunningServer, group: int) -> list[int]:
@@ -197,8 +205,8 @@ def command_of(pid: int) -> bytes:
 
 def variable(pid: int, name: str) -> str:
     """A variable of a process's environment at its start."""
-    found = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(each.partition("=")[::2] for each in found)[name]
+    parts = [each.partition("=") for each in Path(f"/proc/{pid}/environ").read_text().split("\0")]
+    return {found: value for found, _, value in parts}[name]
 
 
 def test_each_group_has_its_own_devices_and_seed() -> None:

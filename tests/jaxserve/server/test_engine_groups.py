@@ -1,7 +1,7 @@
 """Several groups behind one front end: what operators ask reaches all of them, and everybody sees which are up."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -66,7 +66,7 @@ def groups_of(*groups: FakeGroup) -> EngineGroups:
     return made
 
 
-CALLS: dict[str, tuple[Callable[[EngineGroups], Awaitable[Any]], list[Any]]] = {
+CALLS: dict[str, tuple[Callable[[EngineGroups], Coroutine[Any, Any, Any]], list[Any]]] = {
     "abort": (lambda groups: groups.abort(["a", "b"]), [["a", "b"]] * 2),
     "reset_prefix_cache": (lambda groups: groups.reset_prefix_cache(), [None] * 2),
     "start_profile": (lambda groups: groups.start_profile("out"), ["out/group-0", "out/group-2"]),
