@@ -175,7 +175,7 @@ def _serve(options: argparse.Namespace) -> None:
 
         run_follower(arguments, place)
     with queued_log(config.log_format):
-        status = asyncio.run(serve(arguments, config, place, group.data_parallel_groups))
+        status = asyncio.run(serve(arguments, config, place, group.replicas(options.given)))
     sys.exit(status)
 
 

@@ -155,20 +155,28 @@ class QueueHandler(logging.Handler):
         self.lines.close()
         super().close()
 
-    def relay(self, descriptor: int, process: str) -> None:
-        """Pass on the lines of a child process, which has this log's format; others are wrapped in it."""
-        thread = threading.Thread(target=self._relay, args=(descriptor, process), name="jaxserve-relay", daemon=True)
+    def relay(self, descriptor: int, process: str, has_prefix: bool = False) -> None:
+        """Pass on the lines of a child process, which has this log's format; others are wrapped in it.
+
+        Args:
+            descriptor: Where to read them; it is closed at their end.
+            process: Which process it is.
+            has_prefix: Whether lines of text begin with that.
+        """
+        prefix = f"[{process}] " if has_prefix and self._log_format == "text" else ""
+        arguments = (descriptor, process, prefix)
+        thread = threading.Thread(target=self._relay, args=arguments, name="jaxserve-relay", daemon=True)
         self._relays = [*(relay for relay in self._relays if relay.is_alive()), thread]
         thread.start()
 
-    def _relay(self, descriptor: int, process: str) -> None:
+    def _relay(self, descriptor: int, process: str, prefix: str) -> None:
         with open(descriptor, encoding="utf-8", errors="backslashreplace", newline="\n") as lines:
             while line := lines.readline(_MAX_RELAYED):
                 text = line.rstrip("\r\n").rpartition("\r")[2]  # of a progress bar its last state
                 if self._log_format == "json" and not text.startswith('{"time": '):
                     record = logging.makeLogRecord({"levelname": "INFO", "name": "stderr", "msg": text})
                     text = json_line(record, process)
-                self.lines.put(text)
+                self.lines.put(prefix + text)
 
 
 def installed_handler() -> QueueHandler | None:

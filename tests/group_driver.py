@@ -1,11 +1,9 @@
 """An engine in several processes without a server: process 0 runs every kind of request, and prints the outcomes."""
 
-import contextlib
 import dataclasses
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import traceback
@@ -28,6 +26,7 @@ from jaxserve.group.follower import run_follower
 from jaxserve.group.leader import Leader
 from jaxserve.group.settings import GroupPlace
 from jaxserve.models.drafters.speculators import with_verifier
+from tests.free_ports import free_ports
 
 NUM_REQUESTS = 24
 LIMIT_S = 300
@@ -89,15 +88,6 @@ def outcomes_of_group(
     logs = [(directory / f"log{rank}").read_text() for rank in range(count)]
     assert statuses == [0] * count, "\n".join(logs)
     return json.loads((directory / "outcomes").read_text())
-
-
-def free_ports() -> int:
-    """The first of two ports that are free, and that the system gives to no other process's connection."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000, 2)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            with socket.create_server(("127.0.0.1", port + 1)):
-                return port
 
 
 def num_compiled(directory: Path, rank: int) -> tuple[int, int]:

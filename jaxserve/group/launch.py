@@ -6,26 +6,27 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
 
-from jaxserve.api.config_checks import parse_mesh
 from jaxserve.api.errors import ConfigError
 from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED, child_environment, end_of, shell_status
+from jaxserve.group.ports import LOOPBACK, PortPair
+from jaxserve.group.replicas import mesh_sizes, processes_of_each
 from jaxserve.group.settings import SECRET_BYTES
 
 logger = logging.getLogger(__name__)
 
-HELP = "run a command in several processes on this machine that share one engine"
+HELP = "run a command in several processes on this machine: one engine, or a group for each replica of it"
 _POLL_S = 0.1
 _PATIENCE_S = 5.0  # for the others once one has ended
-LOOPBACK = "127.0.0.1"
-"""Address of processes that are all on this machine."""
-_OWN_FLAGS = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless", "--group-secret-file")
+_OWN_FLAGS = (
+    *("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless", "--group-secret-file"),
+    "--processes-per-group",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,23 +51,25 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(f"{given} is for processes that are started one by one; jaxserve launch sets it")
     if options.nproc == 1:
         os.execv(sys.executable, [sys.executable, "-P", "-m", "jaxserve", *command])
-    if options.nproc == num_replicas(
-        options.with_config(command[1:])
-    ):  # each is a group of its own, which the front end starts
-        os.execv(sys.executable, [sys.executable, "-P", "-m", "jaxserve", *command, "--data-parallel-groups"])
+    sizes = mesh_sizes(options.with_config(command[1:]))
+    if sizes is not None and sizes["data_parallel_size"] > 1:  # the front end starts the processes of each replica
+        each = f"--processes-per-group={processes_of_each(options.nproc, sizes)}"
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "jaxserve", *command, each])
     sys.exit(Launcher(options.nproc, command).run())
 
 
-def num_replicas(command: Sequence[str]) -> int | None:
-    """Return the number of replicas that a command asks for; None if it is not to be read, which ``serve`` will say."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--data-parallel-size", "-dp", type=int)
-    parser.add_argument("--mesh")
-    try:
-        found, _ = parser.parse_known_args(command)
-        return found.data_parallel_size if found.mesh is None else parse_mesh(found.mesh, {})["data_parallel_size"]
-    except (ConfigError, argparse.ArgumentError):
-        return None
+def entry_arguments(port: int, count: int, rank: int, secret_fd: int, command: Sequence[str]) -> list[str]:
+    """Return the arguments of Python for a process of a group on this machine.
+
+    Args:
+        port: Where process 0 listens.
+        count: Number of processes.
+        rank: Which of them it is.
+        secret_fd: Descriptor of a pipe with the group's secret.
+        command: The command of ``jaxserve``.
+    """
+    place = ["--address", f"{LOOPBACK}:{port}", "--count", str(count), "--rank", str(rank)]
+    return ["-P", "-m", "jaxserve.group", *place, "--secret-fd", str(secret_fd), *command]
 
 
 @dataclasses.dataclass
@@ -115,7 +118,7 @@ class Launcher:
         self._command = list(command)
         self._restarts = "--restart-engine" in command
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._port = free_ports()
+        self._ports = PortPair()
         self._processes: list[_Process] = []
         self._reported = set[int]()
         self._has_failed = False
@@ -139,13 +142,13 @@ class Launcher:
                     process.popen.kill()
                     process.popen.wait()
                 os.close(process.pipe)
+            self._ports.close()
 
     def _start(self, rank: int) -> _Process:
         reading, writing = os.pipe()
         os.write(writing, self._secret)
-        place = ["--address", f"{LOOPBACK}:{self._port}", "--count", str(self._count), "--rank", str(rank)]
         popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jaxserve.group", *place, "--secret-fd", str(reading), *self._command],
+            [sys.executable, *entry_arguments(self._ports.first, self._count, rank, reading, self._command)],
             pass_fds=(reading,),
             stdin=subprocess.DEVNULL,
             stdout=None if rank == 0 else sys.stderr.fileno(),  # libraries print; only process 0 says its address
@@ -206,20 +209,3 @@ class Launcher:
         """Pass a signal on to process 0, which drains and lets the others end."""
         for process in self._processes[:1]:
             process.popen.send_signal(number)
-
-
-def free_ports(address: str = LOOPBACK) -> int:
-    """Return a free port at an address of this machine whose successor, for JAX's coordinator, is free too.
-
-    Raises:
-        ConfigError: There are none.
-    """
-    for _ in range(100):
-        with socket.create_server((address, 0)) as first:
-            port = first.getsockname()[1]
-            try:
-                with socket.create_server((address, port + 1)):
-                    return port
-            except (OSError, OverflowError):
-                continue
-    raise ConfigError(f"no two consecutive ports are free at {address}")

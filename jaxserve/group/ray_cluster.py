@@ -25,7 +25,7 @@ from typing import IO, Any
 from jaxserve.api.config_checks import parse_mesh
 from jaxserve.api.errors import ConfigError
 from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED, child_environment, end_of, shell_status
-from jaxserve.group.launch import LOOPBACK, free_ports
+from jaxserve.group.ports import LOOPBACK, PortPair
 from jaxserve.group.settings import SECRET_BYTES, GroupConfig
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,10 @@ class GroupProcess:
         """Return the id of this node."""
         return importlib.import_module("ray").get_runtime_context().get_node_id()
 
-    def free_ports(self, address: str) -> int:
-        """Return a free port of this node whose successor is free too."""
-        return free_ports(address)
+    def keep_ports(self, address: str) -> int:
+        """Keep two consecutive ports of this node for the group as long as this actor lives; return the first."""
+        self._ports = PortPair(address)
+        return self._ports.first
 
     def start(self, address: str, count: int, rank: int, secret: str, command: str) -> int:
         """Start the process; return its id.
@@ -205,7 +206,7 @@ class RayLauncher:
                 f"the group's processes are on {len({*hosts})} nodes of the Ray cluster, and their connections are not "
                 "encrypted: set insecure if the network is isolated"
             )
-        port = self._config.master_port or self._ray.get(actors[0].free_ports.remote(address), timeout=_ANSWER_S)
+        port = self._config.master_port or self._ray.get(actors[0].keep_ports.remote(address), timeout=_ANSWER_S)
         return f"{address}:{port}"
 
 

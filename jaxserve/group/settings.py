@@ -8,11 +8,12 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxserve.api.errors import ConfigError
 from jaxserve.group.launchers import launched_settings
+from jaxserve.group.replicas import ReplicaGroups
 
 SECRET_BYTES = 32
 _MAX_PORT = 65534  # JAX's coordinator has the next one
@@ -38,8 +39,9 @@ class GroupConfig:
             that of process 0 must be for master_addr. Requires group_keyfile and group_ca_certs.
         group_keyfile: File with the key of group_certfile.
         group_ca_certs: File with the certificate of the authority that signs those of all processes of the group.
-        data_parallel_groups: Run each of the data_parallel_size replicas as a process with devices, a scheduler and
-            pages of its own, whose end is not that of the others; ``jaxserve launch`` sets it.
+        processes_per_group: Number of processes of each of the data_parallel_size replicas, which are then groups with
+            processes of this machine, a scheduler and pages of their own, so that the end of one is not that of the
+            others; 0: one process runs all replicas. ``jaxserve launch`` sets it.
         join_timeout: Seconds within which all processes must have joined.
         step_timeout: Seconds after which a process that has not finished a step ends the group.
     """
@@ -56,7 +58,7 @@ class GroupConfig:
     group_certfile: str | None = None
     group_keyfile: str | None = None
     group_ca_certs: str | None = None
-    data_parallel_groups: bool = False
+    processes_per_group: int = 0
     join_timeout: float = 300.0
     step_timeout: float = 60.0
 
@@ -85,21 +87,26 @@ class GroupConfig:
             return config
         if config.nnodes == 1:
             harmless = (
-                "nnodes node_rank join_timeout step_timeout distributed_executor_backend data_parallel_groups".split()
+                "nnodes node_rank join_timeout step_timeout distributed_executor_backend processes_per_group".split()
             )
             extra = [name for name in given if name not in harmless]
             extra = [name for name in extra if given[name] is not False]
             if extra:
                 raise ConfigError(f"{extra[0]} is for an engine of several processes: set nnodes to their number")
             return config
-        if config.data_parallel_groups:
-            raise ConfigError(f"data_parallel_groups: each group is one process, but nnodes={config.nnodes}; use one")
+        if config.processes_per_group:
+            raise ConfigError(
+                f"processes_per_group={config.processes_per_group}: the command of all replicas starts their "
+                f"processes, but nnodes={config.nnodes}; use one"
+            )
         config._check_place(is_insecure)
         return config
 
     def _check_numbers(self) -> None:
         if self.nnodes < 1:
             raise ConfigError(f"nnodes: expected a number >= 1, got {self.nnodes}")
+        if self.processes_per_group < 0:
+            raise ConfigError(f"processes_per_group: expected a number >= 0, got {self.processes_per_group}")
         if not 0 <= self.node_rank < self.nnodes:
             raise ConfigError(
                 f"node_rank: expected 0 to {self.nnodes - 1} for nnodes={self.nnodes}, got {self.node_rank}"
@@ -158,6 +165,16 @@ class GroupConfig:
     def is_alone(self) -> bool:
         """Whether one process runs the engine."""
         return self.nnodes == 1
+
+    def replicas(self, command: Sequence[str]) -> ReplicaGroups | None:
+        """Return how the replicas run as groups; None if they do not.
+
+        Args:
+            command: The command of ``jaxserve`` that serves them all.
+        """
+        if not self.processes_per_group:
+            return None
+        return ReplicaGroups(self.processes_per_group, command, self.join_timeout, self.step_timeout)
 
     def place(self, end: Callable[[], None]) -> "GroupPlace":
         """Read the secret; return what this process needs to join.

@@ -64,6 +64,10 @@ class EngineClient(EngineQueries):
         config: The server's settings.
         group: Where the processes of the engine meet; None: there is one.
         environment: Variables of the process besides this one's.
+        group_name: What to call its group, if there are several.
+
+    Attributes:
+        place: Where the processes of the engine meet when it starts; None: there is one.
 
     Raises:
         ConfigError: They do not go together.
@@ -75,12 +79,15 @@ class EngineClient(EngineQueries):
         config: ServerConfig,
         group: GroupPlace | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
+        group_name: str = "",
     ):
         config.check_engine(engine_arguments)
         self._arguments = dict(engine_arguments)
         self._config = config
-        self._group = group
+        self.place = group
         self._environment = environment
+        self._log_name = f"{group_name} rank 0" if group_name else "engine"
+        self._title = f"the engine process of {group_name}" if group_name else "the engine process"
         self._numbers = itertools.count(1)
         self._collectors: dict[int, OutputCollector] = {}
         self._names: dict[int, str] = {}
@@ -112,7 +119,9 @@ class EngineClient(EngineQueries):
             config.chat_template_timeout, config.chat_template_content_format, rendering_bytes(config)
         )
         try:
-            self._process, self._reader, self._writer = await spawn_engine(config.log_format, self._environment)
+            self._process, self._reader, self._writer = await spawn_engine(
+                config.log_format, self._environment, self._log_name
+            )
             self._info = await self._shake_hands()
         except BaseException:
             await self.kill()
@@ -123,15 +132,15 @@ class EngineClient(EngineQueries):
 
     async def _shake_hands(self) -> EngineInfo:
         limit_s = self._config.startup_timeout
-        self._send(Start(self._arguments, self._config.watchdog_timeout, self._group, limit_s))
+        self._send(Start(self._arguments, self._config.watchdog_timeout, self.place, limit_s))
         try:
             # The process ends by itself, with its stacks in the log, unless it is stopped or has no CPU.
             first = await asyncio.wait_for(self._read_message(), limit_s + _IMPORT_S if limit_s else None)
         except TimeoutError:
-            raise EngineDeadError(f"the engine process was not ready within {limit_s:g} s (startup_timeout)") from None
+            raise EngineDeadError(f"{self._title} was not ready within {limit_s:g} s (startup_timeout)") from None
         except (OSError, EOFError) as error:
             await self._reap()
-            raise EngineDeadError(f"the engine process ended while it started: {self._why()}") from error
+            raise EngineDeadError(f"{self._title} ended while it started: {self._why()}") from error
         if isinstance(first, Failure):
             raise first.error
         assert isinstance(first, EngineInfo)
@@ -204,7 +213,7 @@ class EngineClient(EngineQueries):
         if self._info is None:
             raise UnavailableError("the engine is starting")
         if self._ended.is_set():
-            raise UnavailableError(f"the engine process has ended: {self._why()}")
+            raise UnavailableError(f"{self._title} has ended: {self._why()}")
         return self._info
 
     async def generate(self, request: Request, *, is_waiting: bool = False) -> AsyncGenerator[RequestOutput, None]:
@@ -356,7 +365,7 @@ class EngineClient(EngineQueries):
             await asyncio.sleep(interval_s)
             self._silent_s += interval_s
         self._reason = f"it sent nothing for {timeout_s:g} s and was killed"
-        logger.error("the engine process sends nothing; it is killed")
+        logger.error("%s sends nothing; it is killed", self._title)
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(STACKS_SIGNAL)
             await asyncio.sleep(_STACKS_S)
@@ -382,4 +391,4 @@ class EngineClient(EngineQueries):
         return f"it {end_of(None if self._process is None else self._process.returncode)}"
 
     def _dead(self) -> EngineDeadError:
-        return EngineDeadError(f"the engine process ended: {self._why()}")
+        return EngineDeadError(f"{self._title} ended: {self._why()}")

@@ -15,9 +15,10 @@ from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.turns import SHARED_TURN, Turn
+from jaxserve.group.replicas import ReplicaGroups, check_processes, devices_of_replica
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_queries import EngineQueries
-from jaxserve.server.errors import UnavailableError
+from jaxserve.server.replica_group import ReplicaGroup
 from jaxserve.server.restarts import Pauses
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import EngineInfo
@@ -32,16 +33,20 @@ class EngineGroups(EngineQueries):
     Args:
         engine_arguments: Arguments of ``LLM``; ``data_parallel_size`` is the number of groups.
         config: The server's settings.
+        replicas: How the groups are started.
 
     Attributes:
         on_change: Called when a group has ended or is ready again, and any is ready.
     """
 
-    def __init__(self, engine_arguments: Mapping[str, Any], config: ServerConfig):
-        self._groups = [
-            EngineClient(arguments, config, environment=environment)
-            for arguments, environment in group_arguments(engine_arguments, os.environ)
+    def __init__(self, engine_arguments: Mapping[str, Any], config: ServerConfig, replicas: ReplicaGroups):
+        self._processes = [
+            ReplicaGroup(number, arguments, environments, config, replicas)
+            for number, (arguments, environments) in enumerate(
+                group_arguments(engine_arguments, os.environ, replicas.num_processes)
+            )
         ]
+        self._groups = [each.client for each in self._processes]
         self._num_seqs = [0] * len(self._groups)
         self._restarts = config.restart_engine
         self._supervisors: list[asyncio.Task[None]] = []
@@ -61,7 +66,7 @@ class EngineGroups(EngineQueries):
             return
         try:
             async with asyncio.TaskGroup() as starting:
-                for group in self._groups:
+                for group in self._processes:
                     starting.create_task(group.start())
         except* JaxserveError as errors:
             await self.kill()
@@ -71,16 +76,17 @@ class EngineGroups(EngineQueries):
 
     async def _supervise(self, index: int) -> None:
         """Tell of the ends of a group, and start it again if the engine is to be restarted."""
-        group, pauses = self._groups[index], Pauses()
+        group, pauses = self._processes[index], Pauses()
         while True:
             pauses.began()
-            self._reason = await group.wait_ended()
+            self._reason = await group.client.wait_ended()
             logger.error("group %d: the engine process ended: %s", index, self._reason)
             self._note_change()
+            await group.wait_others()
             if not self._restarts:
                 return
             pause_s = pauses.next_s()
-            while not group.is_alive:
+            while not group.client.is_alive:
                 await asyncio.sleep(pause_s)
                 try:
                     await group.start()
@@ -114,18 +120,23 @@ class EngineGroups(EngineQueries):
         for supervisor in self._supervisors:
             supervisor.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
-        await asyncio.gather(*(group.stop(drain_s, patience_s) for group in self._groups))
+        await asyncio.gather(*(group.stop(drain_s, patience_s) for group in self._processes))
 
     async def kill(self) -> None:
         """End all processes at once."""
         for supervisor in self._supervisors:
             supervisor.cancel()
-        await asyncio.gather(*(group.kill() for group in self._groups))
+        await asyncio.gather(*(group.kill() for group in self._processes))
 
     @property
     def is_alive(self) -> bool:
         """Whether any group is ready."""
         return any(group.is_alive for group in self._groups)
+
+    @property
+    def groups_up(self) -> Sequence[bool]:
+        """Whether each group is ready."""
+        return [group.is_alive for group in self._groups]
 
     async def wait_ended(self) -> str:
         """Wait until no group is left; return why the last one has ended."""
@@ -171,7 +182,8 @@ class EngineGroups(EngineQueries):
 
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort requests by their full names; return those that were running or waiting."""
-        return list(itertools.chain(*await self._of_all(lambda group: group.abort(request_ids))))
+        aborted = await self._of_all(lambda group: group.abort(request_ids))
+        return list(itertools.chain(*aborted.values()))
 
     async def reshard(self, mesh: str | None, layout: str | None) -> dict[str, Any]:
         """Refuse to move the engine.
@@ -186,13 +198,10 @@ class EngineGroups(EngineQueries):
 
     async def metrics(self) -> list[Metric]:
         """Return the current metrics of all groups that are ready, each with the group's index as label ``engine``."""
-        indices = [index for index, group in enumerate(self._groups) if group.is_alive]
         found = await self._of_all(lambda group: group.metrics())
-        if len(found) != len(indices):
-            raise UnavailableError("a group has ended")
         labelled = [
             dataclasses.replace(metric, labels={**metric.labels, "engine": str(index)})
-            for index, metrics in zip(indices, found, strict=True)
+            for index, metrics in found.items()
             for metric in metrics
         ]
         order = {metric.name: None for metric in labelled}
@@ -213,10 +222,24 @@ class EngineGroups(EngineQueries):
         """Stop the recordings and write the profiles."""
         await self._of_all(lambda group: group.stop_profile())
 
-    async def _of_all(self, call: Callable[[EngineClient], Any]) -> list[Any]:
-        """Return what all groups that are ready answer."""
+    async def _of_all(self, call: Callable[[EngineClient], Any]) -> dict[int, Any]:
+        """Return what all groups that are ready answer, by index. Those that end meanwhile have no answer.
+
+        Raises:
+            JaxserveError: One of them refused; the others have done it.
+            EngineDeadError: None is ready.
+        """
         self._choose()
-        return await asyncio.gather(*(call(group) for group in self._groups if group.is_alive))
+        asked = {index: call(group) for index, group in enumerate(self._groups) if group.is_alive}
+        found = await asyncio.gather(*asked.values(), return_exceptions=True)
+        answers = dict(zip(asked, found, strict=True))
+        for answer in found:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
+                raise answer
+        answers = {index: each for index, each in answers.items() if not isinstance(each, BaseException)}
+        if not answers:
+            raise EngineDeadError(f"the engine process ended: {self._reason}")
+        return answers
 
     async def _query(self, method: str, **arguments: Any) -> Any:
         group: EngineQueries = self._groups[self._choose()]
@@ -240,25 +263,25 @@ def merged_info(infos: Sequence[EngineInfo]) -> EngineInfo:
 
 
 def group_arguments(
-    engine_arguments: Mapping[str, Any], environment: Mapping[str, str]
-) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """Return the arguments of the engine of each group, and what is added to its environment: its own GPUs.
+    engine_arguments: Mapping[str, Any], environment: Mapping[str, str], num_processes: int = 1
+) -> list[tuple[dict[str, Any], list[dict[str, str]]]]:
+    """Return the arguments of the engine of each group, and what is added to the environment of each of its processes:
+    its own GPUs.
 
     Args:
         engine_arguments: Those of all.
         environment: Names the GPUs, if not all are to be used.
+        num_processes: Number of processes of each group.
 
     Raises:
-        ConfigError: There are too few GPUs, or the mesh is wrong.
+        ConfigError: There are too few GPUs, the processes cannot share them, or the mesh is wrong.
     """
     given = dict(engine_arguments)
-    mesh = given.pop("mesh", None)
-    if mesh is not None:
-        given |= parse_mesh(mesh, given)
+    if given.get("mesh") is not None:
+        given |= parse_mesh(given["mesh"], given)
     count = given.get("data_parallel_size", 1)
-    num_devices = 1
-    for axis, name in MESH_FIELDS.items():
-        num_devices *= 1 if axis == "data" else given.get(name) or 1
+    num_devices = devices_of_replica({name: given.get(name) or 1 for name in MESH_FIELDS.values()})
+    check_processes(num_processes, num_devices)
     named = environment.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(i) for i in range(count * num_devices)] if named is None else [g for g in named.split(",") if g]
     if gpus and len(gpus) < count * num_devices:
@@ -266,9 +289,15 @@ def group_arguments(
             f"data_parallel_size={count}: the groups need {count * num_devices} GPUs, but CUDA_VISIBLE_DEVICES names "
             f"{len(gpus)}"
         )
-    found = list[tuple[dict[str, Any], dict[str, str]]]()
+    each = num_devices // num_processes
+    parts = [
+        {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number * each : (number + 1) * each])}
+        for number in range(count * num_processes)
+    ]
+    found = list[tuple[dict[str, Any], list[dict[str, str]]]]()
     for index in range(count):
         own = {**given, "data_parallel_size": 1, "seed": given.get("seed", 0) + index}  # else all would draw the same
-        visible = ",".join(gpus[index * num_devices : (index + 1) * num_devices])
-        found.append((own, {"CUDA_VISIBLE_DEVICES": visible}))
+        if given.get("mesh") is not None:
+            own["mesh"] = ",".join(f"{axis}={own[name]}" for axis, name in MESH_FIELDS.items())
+        found.append((own, parts[index * num_processes : (index + 1) * num_processes]))
     return found

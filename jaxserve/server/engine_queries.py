@@ -12,6 +12,11 @@ from jaxserve.api.turns import SHARED_TURN, Turn
 class EngineQueries(ABC):
     """Calls the control methods of an engine process."""
 
+    @property
+    def groups_up(self) -> Sequence[bool]:
+        """Whether each group of processes is ready; empty unless each replica is a group."""
+        return ()
+
     @abstractmethod
     async def _query(self, method: str, **arguments: Any) -> Any:
         """Call a control method of the engine process.

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from jaxserve.api.errors import EngineDeadError, JaxserveError
+from jaxserve.group.replicas import ReplicaGroups
 from jaxserve.group.settings import GroupPlace
 from jaxserve.server.audit import audit_file
 from jaxserve.server.connections import AcceptFailures, raise_open_files_limit
@@ -31,7 +32,10 @@ _FLUSH_S = 0.5  # for the last bytes of those responses
 
 
 async def serve(
-    engine_arguments: dict[str, Any], config: ServerConfig, group: GroupPlace | None = None, has_groups: bool = False
+    engine_arguments: dict[str, Any],
+    config: ServerConfig,
+    group: GroupPlace | None = None,
+    replicas: ReplicaGroups | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, a drain, or the end of the engine; return the exit status.
 
@@ -39,7 +43,7 @@ async def serve(
         engine_arguments: Arguments of ``LLM``, including the model.
         config: The server's settings.
         group: Where the processes of the engine meet; None: there is one.
-        has_groups: Whether each data slice is an engine of its own.
+        replicas: How the replicas run as groups; None: one engine has them all.
 
     Raises:
         ConfigError: The settings, the model or a port cannot be used.
@@ -49,7 +53,10 @@ async def serve(
     switch_threads_often()
     asyncio.get_running_loop().set_exception_handler(AcceptFailures())
     _warn_of_exposure(config)
-    engine = EngineGroups(engine_arguments, config) if has_groups else EngineClient(engine_arguments, config, group)
+    if replicas is None:
+        engine = EngineClient(engine_arguments, config, group)
+    else:
+        engine = EngineGroups(engine_arguments, config, replicas)
     frontend = Frontend(config, engine, str(engine_arguments.get("model", "demo")))
     if isinstance(engine, EngineGroups):
         engine.on_change = frontend.reopen

@@ -32,6 +32,7 @@ HELP_LINES = MappingProxyType(
     {
         **HELP,
         "engine_up": "1 if the engine process responds, else 0.",
+        "group_up": "1 if a group of processes that is a replica is ready, else 0; its index is the label engine.",
         "accepting_requests": "1 if requests are accepted, 0 while the server starts or drains.",
         "requests_started": "Number of admitted requests.",
         "requests_finished": "Number of finished requests, by outcome.",
@@ -143,6 +144,8 @@ def _server_metrics(frontend: Frontend, *, is_engine_up: bool) -> Iterable[Metri
         "delivered_generation_tokens": counts.generation_tokens,
     }
     yield from (Gauge(PREFIX + name, {}, value) for name, value in gauges.items())
+    for index, is_up in enumerate(frontend.engine.groups_up):
+        yield Gauge(f"{PREFIX}group_up", {"engine": str(index)}, int(is_up))
     yield from (Counter(PREFIX + name, {}, value) for name, value in counters.items())
     for outcome, number in counts.finished.items():
         yield Counter(f"{PREFIX}requests_finished", {"outcome": outcome}, number)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM
-from jaxserve.group.launch import free_ports
+from tests.free_ports import free_ports
 from tests.group_server import answers, assert_gone, assert_same, expected_answers, family, post, secret_flags
 from tests.launched_server import ENGINE, started, when_ready
 from tests.slow_relay import slow_relay

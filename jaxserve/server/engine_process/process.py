@@ -59,10 +59,11 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="the socket to the front end")
     parser.add_argument("--log-level", type=int, default=logging.INFO, help="least level of this package's log")
     parser.add_argument("--log-format", choices=typing.get_args(LogFormat), default="text", help="form of the log")
+    parser.add_argument("--log-name", default="engine", help="what the log calls this process")
     options = parser.parse_args()
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("jaxserve").setLevel(options.log_level)
-    with queued_log(options.log_format, "engine"):
+    with queued_log(options.log_format, options.log_name):
         _run(options.fd)
 
 

@@ -18,13 +18,14 @@ _STDERR = 2
 
 
 async def spawn_engine(
-    log_format: LogFormat, environment: Mapping[str, str]
+    log_format: LogFormat, environment: Mapping[str, str], log_name: str
 ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
     """Start an engine process; return it and both directions of the connection to it.
 
     Args:
         log_format: Form of its log, which goes through this process's queue if there is one.
         environment: Variables of the process besides this one's.
+        log_name: What the log calls it; in text, only one of several has its name before each line.
     """
     own, other = socket.socketpair()
     handler = installed_handler()
@@ -34,7 +35,7 @@ async def spawn_engine(
         with other:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "jaxserve.server.engine_process", "--fd", str(other.fileno())),
-                *("--log-level", str(level), "--log-format", log_format),
+                *("--log-level", str(level), "--log-format", log_format, "--log-name", log_name),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=written,  # libraries may print; the server's own output is for its address
                 stderr=written,
@@ -53,5 +54,5 @@ async def spawn_engine(
         if written != _STDERR:
             os.close(written)
     if handler is not None and read is not None:
-        handler.relay(read, "engine")
+        handler.relay(read, log_name, has_prefix=log_name != "engine")
     return process, *await asyncio.open_connection(sock=own)

@@ -176,6 +176,7 @@ def _report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, Any]:
         "uptime_s": round(frontend.uptime_s, 3),
         "model_names": list(frontend.model_names),
         "model": None if info is None else _facts(info.model),
+        "groups_up": list(frontend.engine.groups_up),
         "has_chat": info is not None and info.has_chat_template,
         "engine": {name: values[name] for name in _NUMBERS if name in values} if engine else None,
         "prefix_cache_misses": misses if engine else None,

@@ -12,11 +12,37 @@ from jaxserve.client import AdminClient
 from tests.group_driver import outcomes_of_group, run_requests, start
 from tests.group_server import answers, assert_ends_with_its_follower, assert_same, running_group
 from tests.jaxserve.group.test_group_meshes import SETTINGS, SHAPES
-from tests.random_checkpoint import write_checkpoint_with_tokenizer
+from tests.random_checkpoint import LLAMA, write_checkpoint_with_tokenizer
 from tests.server_process import PROGRAMS_CACHE
 
 pytestmark = pytest.mark.slow
 Moves = list[tuple[str, str | None]]
+DRAFTS = {"method": "draft_model", "num_speculative_tokens": 2, "enable_adaptive_verification": False}
+"""The model drafts for itself."""
+ALIKE: dict[str, Any] = {"vocab_size": 360, "max_position_embeddings": 128, "num_key_value_heads": 4}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_5": {
+        **LLAMA,
+        **ALIKE,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+    },
+    "bamba": {
+        **LLAMA,
+        **ALIKE,
+        "architectures": ["BambaForCausalLM"],
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 20,
+        "attn_layer_indices": [1],
+    },
+}
+"""Models with states, which move too."""
 BACK_AND_FORTH: Moves = [("stage=2,tensor=2", None), ("tensor=4", None)]
 CASES: list[tuple[str, int, dict[str, Any], Moves]] = [
     ("llama", 2, {"mesh": "tensor=4"}, BACK_AND_FORTH),
@@ -24,6 +50,9 @@ CASES: list[tuple[str, int, dict[str, Any], Moves]] = [
     ("sparse", 2, {"mesh": "tensor=4"}, [("tensor=2,expert=2", None), ("stage=2,expert=2", None), ("tensor=4", None)]),
     ("deepseek", 2, {"mesh": "stage=2,tensor=2"}, [("tensor=2,expert=2", None), ("stage=2,tensor=2", None)]),
     ("gpt_oss", 2, {"mesh": "tensor=4"}, BACK_AND_FORTH),
+    ("qwen3_5", 2, {"mesh": "tensor=4"}, BACK_AND_FORTH),
+    ("bamba", 2, {"mesh": "stage=2"}, [("tensor=2", None), ("stage=2", None)]),
+    ("llama", 2, {"mesh": "tensor=4", "speculative_config": DRAFTS}, BACK_AND_FORTH),
 ]
 
 
@@ -34,7 +63,9 @@ def test_requests_go_on_with_the_same_tokens(
     """Texts, tokens and finish reasons are equal; logprobs and vectors but for the last bits."""
     model = tmp_path / "model"
     model.mkdir()
-    write_checkpoint_with_tokenizer(model, SHAPES[shape], seed=7)
+    write_checkpoint_with_tokenizer(model, {**SHAPES, **RECURRENT}[shape], seed=7)
+    if "speculative_config" in settings:
+        settings = {**settings, "speculative_config": {**settings["speculative_config"], "model": str(model)}}
     blocks = {"num_gpu_blocks_override": 32}
     arguments = {"model": str(model), **SETTINGS, **blocks, **settings, "compilation_cache_dir": str(PROGRAMS_CACHE)}
     found = outcomes_of_group(arguments, count, tmp_path, moves)
@@ -49,6 +80,7 @@ def test_requests_go_on_with_the_same_tokens(
     assert len(reports) == len(moves)
     for report in reports:
         assert report["num_requeued"] and report["num_pages"], report
+        assert (report["num_states"] > 0) == (shape in RECURRENT), report
 
 
 def test_moves_that_cannot_be_are_refused_and_nothing_changes(tmp_path: Path) -> None:

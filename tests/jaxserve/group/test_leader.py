@@ -24,6 +24,7 @@ from jaxserve.group.settings import GroupPlace
 from jaxserve.group.stage_ranks import StageRanks
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.plan_codec import SentRows, decode_plans
+from tests.free_ports import free_ports
 
 
 class FakeRunner:
@@ -103,8 +104,6 @@ STRANGE_FRAMES = (b"", b"\xc1", b"\x81\xc7\0\x5b\4", b"\x81\xc7\0\1\x05", b"\x81
 @pytest.fixture
 def port() -> int:
     """A free port whose successor is free too."""
-    from jaxserve.group.launch import free_ports
-
     return free_ports()
 
 

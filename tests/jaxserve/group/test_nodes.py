@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.group.launch import free_ports
 from scripts.server_child import REPOSITORY
+from tests.free_ports import free_ports
 from tests.group_server import assert_gone, family, kill, post, secret_flags
 from tests.server_process import PROGRAMS_CACHE, SMALL_ENGINE, running_server
 

@@ -19,8 +19,8 @@ import pytest
 from jaxserve import LLM
 from jaxserve.api.errors import ConfigError
 from jaxserve.group import ray_cluster
-from jaxserve.group.launch import free_ports
 from jaxserve.group.settings import GroupConfig
+from tests.free_ports import free_ports
 from tests.group_server import answers, assert_gone, assert_same, expected_answers, family, kill, post
 from tests.launched_server import ENGINE, started, when_ready
 

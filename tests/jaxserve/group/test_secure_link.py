@@ -15,12 +15,12 @@ from jaxserve.group import follower, job, settings
 from jaxserve.group import leader as leader_module
 from jaxserve.group.connection import PeerConnection, introduce, open_connection
 from jaxserve.group.follower import _connected
-from jaxserve.group.launch import free_ports
 from jaxserve.group.leader import Leader
 from jaxserve.group.messages import Beat, Facts, Joined
 from jaxserve.group.secure_link import check_certificate
 from jaxserve.group.settings import GroupConfig, GroupPlace
 from tests.certificates import Authority, Pair
+from tests.free_ports import free_ports
 
 
 @pytest.fixture(scope="module")
