@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.demo import tasks
-from scripts.demo import hybrids, training_text
+from scripts.demo import conversion, hybrids, training_text
 from scripts.demo.network import Rows
 
 SETTINGS: dict[str, Any] = {
@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 def test_log_probabilities_are_those_of_the_engine(name: str, tmp_path: Path) -> None:
     """Of several texts in a row, each of which begins with an empty state."""
     hybrid, generator = hybrids.HYBRIDS[name], np.random.default_rng(1)
-    first = hybrids.first_weights(hybrid, 0)
+    first = conversion.first_weights(hybrid, 0)
     hybrids.save(
         {key: each + 0.05 * generator.standard_normal(each.shape) for key, each in first.items()}, tmp_path, hybrid
     )

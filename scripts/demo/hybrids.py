@@ -1,4 +1,7 @@
-"""Small models of families whose layers are recurrent and attention in turn: Qwen3.5, Bamba and LFM2."""
+"""Small models of families whose layers are recurrent and attention in turn: Qwen3.5, Bamba and LFM2.
+
+They have the sizes of the demo model, from which their weights are taken where they can be (``conversion.py``).
+"""
 
 import json
 from collections.abc import Callable
@@ -6,26 +9,31 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from scripts.demo import mixers
-from scripts.demo.model_directory import ENDS_IDS, MAX_POSITIONS, NORM_EPSILON, ROPE_THETA, write_model_directory
-from scripts.demo.network import Params, Rows, init_params, mlp, project, rms_norm
+from scripts.demo.model_directory import (
+    DEMO,
+    ENDS_IDS,
+    MAX_POSITIONS,
+    NORM_EPSILON,
+    ROPE_THETA,
+    write_model_directory,
+)
+from scripts.demo.network import Params, Rows, mlp, project, rms_norm
 from scripts.demo.training import save_weights
 from scripts.demo.training_text import PIECES
 
-HIDDEN_SIZE = 96
-FFN_SIZE = 192
-NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 24
+HIDDEN_SIZE, FFN_SIZE, NUM_HEADS = DEMO.hidden_size, DEMO.ffn_size, DEMO.num_heads
 IS_RECURRENT = (True, False, True, False)
 """Whether each layer is recurrent; the others have attention."""
 TAPS = {"linear_attn.conv1d": 4, "mamba.conv1d": 4, "conv.conv": 3}
 """Tokens that each convolution spans."""
 
-DELTA_NET = mixers.DeltaNet(num_key_heads=2, num_value_heads=4, key_size=32, value_size=24)
-MAMBA = mixers.Mamba(num_heads=8, head_size=24, num_groups=1, state_size=32)
+DELTA_NET = mixers.DeltaNet(num_key_heads=4, num_value_heads=4, key_size=32, value_size=32)
+MAMBA = mixers.Mamba(num_heads=8, head_size=32, num_groups=4, state_size=32)
+WIDE_HEADS = mixers.Attention(NUM_HEADS, head_size=2 * DEMO.head_size, rotated=DEMO.head_size)
+"""Of families that rotate half of each head, the half that the demo model's heads have."""
 
 Mixer = Callable[[Array, Params, str, Rows], Array]
 """Maps a layer's normalized input, the weights, the prefix of the mixer's and the rows to the mixer's output."""
@@ -45,7 +53,7 @@ class Hybrid(NamedTuple):
     Attributes:
         fields: Fields of config.json that only this family has.
         recurrent: What recurrent layers have.
-        attention: What the others have.
+        heads: Of the attention in the others.
         norms: Names of the norms before the mixer and before the MLP.
         last_norm: Name of the norm before the output head, which is the embedding.
         norm_offset: Is added to the weights of the norms.
@@ -55,7 +63,7 @@ class Hybrid(NamedTuple):
 
     fields: dict[str, object]
     recurrent: Part
-    attention: Part
+    heads: mixers.Attention
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     last_norm: str = "model.norm"
     norm_offset: float = 0.0
@@ -63,16 +71,15 @@ class Hybrid(NamedTuple):
     mlp_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
-def _attention(**options: object) -> Part:
-    heads = mixers.Attention(NUM_HEADS, NUM_KV_HEADS, **{"rotated": HEAD_SIZE, **options})
-    width, kv_width = NUM_HEADS * HEAD_SIZE, NUM_KV_HEADS * HEAD_SIZE
+def _attention(heads: mixers.Attention) -> Part:
+    width = heads.num_heads * heads.head_size
     shapes: dict[str, tuple[int, ...]] = {
         "q_proj.weight": (width * (2 if heads.is_gated else 1), HIDDEN_SIZE),
-        "k_proj.weight": (kv_width, HIDDEN_SIZE),
-        "v_proj.weight": (kv_width, HIDDEN_SIZE),
+        "k_proj.weight": (width, HIDDEN_SIZE),
+        "v_proj.weight": (width, HIDDEN_SIZE),
         f"{heads.out}.weight": (HIDDEN_SIZE, width),
     }
-    shapes |= {f"{name}.weight": (HEAD_SIZE,) for name in heads.norms or ()}
+    shapes |= {f"{name}.weight": (heads.head_size,) for name in heads.norms or ()}
     return Part("self_attn", partial(mixers.attention, heads=heads), shapes)
 
 
@@ -124,7 +131,7 @@ HYBRIDS: dict[str, Hybrid] = {
         {
             "architectures": ["Qwen3_5ForCausalLM"],
             "model_type": "qwen3_5_text",
-            "head_dim": HEAD_SIZE,
+            "head_dim": WIDE_HEADS.head_size,
             "layer_types": _kinds("linear_attention"),
             "linear_conv_kernel_dim": TAPS["linear_attn.conv1d"],
             "linear_key_head_dim": DELTA_NET.key_size,
@@ -134,7 +141,7 @@ HYBRIDS: dict[str, Hybrid] = {
             "partial_rotary_factor": 0.5,
         },
         _delta_net(),
-        _attention(rotated=HEAD_SIZE // 2, norms=("q_norm", "k_norm"), norm_offset=1.0, is_gated=True),
+        WIDE_HEADS._replace(norms=("q_norm", "k_norm"), norm_offset=1.0, is_gated=True),
         norm_offset=1.0,
     ),
     "bamba": Hybrid(
@@ -142,6 +149,7 @@ HYBRIDS: dict[str, Hybrid] = {
             "architectures": ["BambaForCausalLM"],
             "model_type": "bamba",
             "attn_layer_indices": [index for index, each in enumerate(IS_RECURRENT) if not each],
+            "head_dim": WIDE_HEADS.head_size,
             "mamba_conv_bias": True,
             "mamba_d_conv": TAPS["mamba.conv1d"],
             "mamba_d_head": MAMBA.head_size,
@@ -152,7 +160,7 @@ HYBRIDS: dict[str, Hybrid] = {
             "mamba_proj_bias": False,
         },
         _mamba(),
-        _attention(rotated=HEAD_SIZE // 2),
+        WIDE_HEADS,
         norms=("input_layernorm", "pre_ff_layernorm"),
         last_norm="model.final_layernorm",
         mlp="feed_forward",
@@ -168,7 +176,9 @@ HYBRIDS: dict[str, Hybrid] = {
             "norm_eps": NORM_EPSILON,
         },
         _short_convolution(),
-        _attention(out="out_proj", norms=("q_layernorm", "k_layernorm")),
+        mixers.Attention(
+            NUM_HEADS, DEMO.head_size, DEMO.head_size, out="out_proj", norms=("q_layernorm", "k_layernorm")
+        ),
         norms=("operator_norm", "ffn_norm"),
         last_norm="model.embedding_norm",
         mlp="feed_forward",
@@ -188,7 +198,7 @@ def config(hybrid: Hybrid) -> dict[str, object]:
         "max_position_embeddings": MAX_POSITIONS,
         "num_attention_heads": NUM_HEADS,
         "num_hidden_layers": len(IS_RECURRENT),
-        "num_key_value_heads": NUM_KV_HEADS,
+        "num_key_value_heads": NUM_HEADS,
         "rms_norm_eps": NORM_EPSILON,
         "rope_theta": ROPE_THETA,
         "tie_word_embeddings": True,
@@ -201,7 +211,7 @@ def config(hybrid: Hybrid) -> dict[str, object]:
 
 def part_of(hybrid: Hybrid, layer: int) -> Part:
     """Return the mixer of a layer."""
-    return hybrid.recurrent if IS_RECURRENT[layer] else hybrid.attention
+    return hybrid.recurrent if IS_RECURRENT[layer] else _attention(hybrid.heads)
 
 
 def weight_shapes(hybrid: Hybrid) -> dict[str, tuple[int, ...]]:
@@ -219,34 +229,29 @@ def weight_shapes(hybrid: Hybrid) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def first_weights(hybrid: Hybrid, seed: int) -> Params:
-    """Return weights to start from: some states last for a hundred tokens, some for a few."""
-    source, params = np.random.default_rng(seed + 1), init_params(weight_shapes(hybrid), seed)
-    for name, weight in params.items():
-        if name.endswith("A_log"):
-            params[name] = jnp.asarray(np.log(source.uniform(0.5, 4.0, weight.shape)), jnp.float32)
-        elif name.endswith("dt_bias"):
-            steps = np.exp(source.uniform(np.log(0.01), np.log(0.3), weight.shape))
-            params[name] = jnp.asarray(np.log(np.expm1(steps)), jnp.float32)
-        elif weight.ndim == 3:
-            params[name] = jnp.asarray(source.uniform(-1, 1, weight.shape) * weight.shape[2] ** -0.5, jnp.float32)
-        elif name.endswith(".bias") or ("norm" in name and "linear_attn" not in name and hybrid.norm_offset):
-            params[name] = jnp.zeros_like(weight)
-    return params
+def _normed(x: Float[Array, "B T D"], params: Params, name: str, hybrid: Hybrid) -> Float[Array, "B T D"]:
+    return rms_norm(x, hybrid.norm_offset + params[f"{name}.weight"])
+
+
+def hybrid_states(params: Params, rows: Rows, hybrid: Hybrid) -> list[Float[Array, "B T D"]]:
+    """Return the input of each layer, and the output of the last."""
+    states = [params["model.embed_tokens.weight"][rows.token_ids]]
+    for layer in range(len(IS_RECURRENT)):
+        prefix, part, x = f"model.layers.{layer}.", part_of(hybrid, layer), states[-1]
+        x += part.mix(_normed(x, params, prefix + hybrid.norms[0], hybrid), params, f"{prefix}{part.module}.", rows)
+        inner = _normed(x, params, prefix + hybrid.norms[1], hybrid)
+        states.append(x + mlp(inner, params, f"{prefix}{hybrid.mlp}.", hybrid.mlp_names))
+    return states
+
+
+def last_logits(params: Params, state: Float[Array, "B T D"], hybrid: Hybrid) -> Float[Array, "B T V"]:
+    """Return next-token logits, from the output of the last layer."""
+    return project(_normed(state, params, hybrid.last_norm, hybrid), params["model.embed_tokens.weight"])
 
 
 def logits(params: Params, rows: Rows, hybrid: Hybrid) -> Float[Array, "B T V"]:
     """Return next-token logits."""
-
-    def normed(x: Array, name: str) -> Array:
-        return rms_norm(x, hybrid.norm_offset + params[f"{name}.weight"])
-
-    x = params["model.embed_tokens.weight"][rows.token_ids]
-    for layer in range(len(IS_RECURRENT)):
-        prefix, part = f"model.layers.{layer}.", part_of(hybrid, layer)
-        x += part.mix(normed(x, prefix + hybrid.norms[0]), params, f"{prefix}{part.module}.", rows)
-        x += mlp(normed(x, prefix + hybrid.norms[1]), params, f"{prefix}{hybrid.mlp}.", hybrid.mlp_names)
-    return project(normed(x, hybrid.last_norm), params["model.embed_tokens.weight"])
+    return last_logits(params, hybrid_states(params, rows, hybrid)[-1], hybrid)
 
 
 def save(params: Params, directory: Path, hybrid: Hybrid) -> None:

@@ -39,9 +39,9 @@ class Attention(NamedTuple):
     """Heads of attention, and what families choose.
 
     Attributes:
-        num_heads: Query heads.
-        num_kv_heads: Heads of keys and values.
-        rotated: Features of a head that are rotated.
+        num_heads: Heads of queries, and of keys and values.
+        head_size: Features of a head.
+        rotated: How many of them are rotated.
         out: Name of the output projection.
         norms: Names of the norms of a head's query and key; None for none.
         norm_offset: Is added to the weights of these norms.
@@ -49,7 +49,7 @@ class Attention(NamedTuple):
     """
 
     num_heads: int
-    num_kv_heads: int
+    head_size: int
     rotated: int
     out: str = "o_proj"
     norms: tuple[str, str] | None = None
@@ -154,12 +154,8 @@ def short_convolution(x: Float[Array, "B T D"], params: Params, prefix: str, row
 def attention(
     x: Float[Array, "B T D"], params: Params, prefix: str, rows: Rows, heads: Attention
 ) -> Float[Array, "B T D"]:
-    """Return the output of attention whose query heads share those of keys and values."""
-    counts = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
-    q, k, v = (
-        split_heads(project(x, params[f"{prefix}{name}_proj.weight"]), count)
-        for name, count in zip("qkv", counts, strict=True)
-    )
+    """Return the output of attention."""
+    q, k, v = (split_heads(project(x, params[f"{prefix}{name}_proj.weight"]), heads.num_heads) for name in "qkv")
     gate = None
     if heads.is_gated:
         q, gate = jnp.split(q, 2, axis=-1)
@@ -171,7 +167,6 @@ def attention(
     q, k = (
         jnp.concatenate([rotate(each[..., : heads.rotated]), each[..., heads.rotated :]], axis=-1) for each in (q, k)
     )
-    k, v = (jnp.repeat(each, heads.num_heads // heads.num_kv_heads, axis=1) for each in (k, v))
     attended = attend(q, k, v, rows.mask)
     if gate is not None:
         attended *= jax.nn.sigmoid(_side_by_side(gate))

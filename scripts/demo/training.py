@@ -104,7 +104,7 @@ def train(
     seed: int,
     *,
     fixed: Params | None = None,
-    report_steps: int = 500,
+    report_steps: int = 200,
     report: Callable[[Params], None] = lambda params: None,
 ) -> Params:
     """Return the weights after a phase, as stored.
