@@ -15,7 +15,7 @@ from scripts.demo.hybrids import HYBRIDS, IS_RECURRENT, config, part_of, weight_
 from scripts.demo.training_text import Batch, chat_example
 
 MODELS = Path(__file__).resolve().parent.parent / "demo_hybrids"
-FAMILIES = ("bamba", "qwen3_5")
+FAMILIES = sorted(HYBRIDS)
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_num_batched_tokens": 512,
