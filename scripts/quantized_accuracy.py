@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quantized", type=Path, nargs="+", default=[], help="checkpoints that are quantized already")
     parser.add_argument("--text", type=Path, required=True, help="the text that is scored")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of the text (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the text (default: %(default)s)")
     parser.add_argument(
         "--speed", action="store_true", help="measure bytes and speed too, on a machine without other work"
     )

@@ -19,10 +19,22 @@ static void write_job(void *context) {
   }
 }
 
+// The number of tokens that threads may write at once: without those of padding, which come last and all have one place.
+// Where queries are made as well, there are none.
+static int64_t tokens_apart(const QkvWrite *w, int64_t count) {
+  if (w->num_heads) return count;
+  int64_t first = count - 1;
+  while (first > 0 && w->pages[first - 1] == w->pages[count - 1] && w->offsets[first - 1] == w->offsets[count - 1]) first--;
+  return first == count - 1 ? count : first;
+}
+
 static void run_write(WriteJob *job) {
+  const int64_t count = job->num_tokens;
   job->write_tokens = instructions_in_use() >= HAS_AVX512 ? avx512_write_tokens : avx2_write_tokens;
+  job->num_tokens = tokens_apart(&job->write, count);
   if (job->num_tokens <= TOKENS_AT_ONCE) write_job(job);
   else run_job(write_job, job);
+  if (job->num_tokens < count) job->write_tokens(&job->write, count - 1, count);
 }
 
 // Whether results from `result` on are the memory of arguments from `argument` on: both pools.
@@ -51,7 +63,6 @@ EXPORT FfiError *jaxserve_write_kv(FfiFrame *frame) {
       elements(value) != elements(key) ||
       !are_places(keys, values, pages, offsets, key->dims[0], key->dims[1], key->dims[2], ffi_int(frame, "page_size")))
     return ffi_error(frame, "jaxserve_write_kv: shapes or dtypes do not go together");
-  // Pages for padding tokens are written by many tokens at once; whatever they hold is finite and never read.
   WriteJob job = {
       .write =
           {
