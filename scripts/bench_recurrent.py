@@ -1,4 +1,4 @@
-"""Measures models with recurrent layers beside dense ones that read as many bytes a token, with random weights.
+"""Measures models with recurrent layers beside dense ones that read as many bytes per token, with random weights.
 
     python scripts/bench_recurrent.py --rounds 3
     python scripts/bench_recurrent.py --shapes lfm2-1.2b --rounds 5

@@ -116,6 +116,7 @@ static void write_tokens(const QkvWrite *w, int64_t first, int64_t last) {
       for (int n = 0; n < w->num_heads; n++)
         prepare_head(w, t, w->query + t * w->stride + (int64_t)n * width, w->query_weight,
                      w->out + (t * w->num_heads + n) * width);
+    if (w->pages[first] == w->unread) continue;
     for (int k = 0; k < w->num_kv_heads; k++) {
       for (int i = 0; i < count; i++) {
         prepare_head(w, first + i, w->key + (first + i) * w->stride + (int64_t)k * width, w->key_weight, keys + i * width);

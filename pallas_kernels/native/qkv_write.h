@@ -13,6 +13,7 @@ typedef struct {
   int64_t stride;
   int num_heads, num_kv_heads, width, half, page_size, is_bf16;
   float eps;
+  int32_t unread;  // a page that is not written; -1: none
 } QkvWrite;
 
 // Writes tokens first to last - 1.

@@ -9,7 +9,7 @@ typedef struct {
   _Alignas(64) atomic_llong next;
 } WriteJob;
 
-enum { TOKENS_AT_ONCE = 16 };
+enum { TOKENS_AT_ONCE = 16, MOST_PLACES = 1024 };
 
 static void write_job(void *context) {
   WriteJob *job = context;
@@ -19,22 +19,30 @@ static void write_job(void *context) {
   }
 }
 
-// The number of tokens that threads may write at once: without those of padding, which come last and all have one place.
-// Where queries are made as well, there are none.
-static int64_t tokens_apart(const QkvWrite *w, int64_t count) {
-  if (w->num_heads) return count;
-  int64_t first = count - 1;
-  while (first > 0 && w->pages[first - 1] == w->pages[count - 1] && w->offsets[first - 1] == w->offsets[count - 1]) first--;
-  return first == count - 1 ? count : first;
+// The page of padding tokens, if two of them have the same place there: it is the last one, and nothing reads it, so that
+// several threads need not write it at once.
+static int32_t unread_page(const QkvWrite *w, int64_t count) {
+  int32_t last = -1;
+  for (int64_t t = 0; t < count; t++)
+    if (w->pages[t] > last) last = w->pages[t];
+  uint64_t seen[MOST_PLACES / 64] = {0};
+  int64_t num_there = 0;
+  for (int64_t t = 0; t < count; t++) {
+    if (w->pages[t] != last) continue;
+    if (++num_there > w->page_size) return last;
+    const int32_t place = w->offsets[t];
+    if (place >= MOST_PLACES) continue;
+    if (seen[place / 64] >> place % 64 & 1) return last;
+    seen[place / 64] |= (uint64_t)1 << place % 64;
+  }
+  return -1;
 }
 
 static void run_write(WriteJob *job) {
-  const int64_t count = job->num_tokens;
   job->write_tokens = instructions_in_use() >= HAS_AVX512 ? avx512_write_tokens : avx2_write_tokens;
-  job->num_tokens = tokens_apart(&job->write, count);
+  job->write.unread = unread_page(&job->write, job->num_tokens);
   if (job->num_tokens <= TOKENS_AT_ONCE) write_job(job);
   else run_job(write_job, job);
-  if (job->num_tokens < count) job->write_tokens(&job->write, count - 1, count);
 }
 
 // Whether results from `result` on are the memory of arguments from `argument` on: both pools.

@@ -28,7 +28,7 @@ from pallas_kernels import (
     qkv_write,
     qkv_write_native,
 )
-from pallas_kernels.paged_attention import CASES, Case
+from pallas_kernels.paged_attention import CASES, Case, num_pages
 from tests.compiled import compiled
 from tests.native_build import build_library
 
@@ -117,13 +117,13 @@ def test_pools_within_larger_arrays(dtype):
     """Other layers' pages lie in front and behind; none is read, none is written."""
     case = Case(((70, 1), (130, 20)), 6, 2, 64, 64, dtype=dtype, spare_rows=0, spare_tokens=0)
     _, (query, pools, batch) = problem(case)
-    num_pages = len(pools[0])
+    count = len(pools[0])
 
     def between_others(pool):
         return jnp.concatenate([jnp.full_like(pool, jnp.nan), pool, jnp.full_like(pool, jnp.nan)])
 
     wide = between_others(pools[0]), between_others(pools[1])
-    within = batch._replace(first_page=jnp.int32(num_pages))
+    within = batch._replace(first_page=jnp.int32(count))
     found = attend(case, paged_attention.Prepared(query, wide, within))
     np.testing.assert_array_equal(found, attend(case, paged_attention.Prepared(query, pools, batch)))
 
@@ -136,8 +136,8 @@ def test_pools_within_larger_arrays(dtype):
         lambda pools, batch: qkv_write_native.write(qkv, pools, batch, rotation=None, norms=None, **sizes)[1],
     ):
         for whole, alone in zip(jax.jit(write)(wide, within), jax.jit(write)(pools, batch), strict=True):
-            assert np.asarray(whole[num_pages:-num_pages]).tobytes() == np.asarray(alone).tobytes()
-            assert jnp.isnan(whole[:num_pages]).all() and jnp.isnan(whole[-num_pages:]).all()
+            assert np.asarray(whole[count:-count]).tobytes() == np.asarray(alone).tobytes()
+            assert jnp.isnan(whole[:count]).all() and jnp.isnan(whole[-count:]).all()
 
 
 @needs_native
@@ -181,18 +181,16 @@ def test_writes_what_xla_writes(dtype):
     key, value = (jax.random.normal(jax.random.key(i), shape) for i in range(2))
     key = key.at[0, 0, 3].set(jnp.nan)
     value = value.at[1, 1, 5].set(jnp.inf).at[2, 0, 0].set(-jnp.inf).at[3, 1, 23].set(jnp.nan)
-    specs = (
-        paged_attention_xla.pool_specs(20, 32, case.num_kv_heads, 24),
-        paged_attention_native.pool_specs(20, 32, case.num_kv_heads, 24),
-    )
     found = []
-    for module, pair in zip((paged_attention_xla, paged_attention_native), specs, strict=True):
+    for module in (paged_attention_xla, paged_attention_native):
+        pair = module.pool_specs(num_pages(case), 32, case.num_kv_heads, 24)
         pools = tuple(jnp.ones(spec.shape, dtype) for spec in pair)
         written = jax.jit(module.write_kv, static_argnums=4)(pools, key, value, inputs.batch, 32)
         if module is paged_attention_native:
             keys, values = qkv_write_native.from_layout(written)
             written = keys.swapaxes(2, 3), values
-        found.append([np.asarray(pool, np.float32).reshape(22, -1)[:-1] for pool in written])  # not the padding's page
+        pages = [np.asarray(pool, np.float32).reshape(num_pages(case) + 2, -1) for pool in written]
+        found.append([each[:-1] for each in pages])  # but for that of padding
     for wanted, got in zip(*found, strict=True):
         np.testing.assert_array_equal(got, wanted)
 
