@@ -185,6 +185,32 @@ def installed_handler() -> QueueHandler | None:
 
 
 @contextlib.contextmanager
+def relayed(process: str, has_prefix: bool = False) -> Iterator[int]:
+    """Yield the descriptor that a child process started in the block writes its log to.
+
+    It is this process's standard error, or a pipe where the log goes through a queue: that passes the child's lines on
+    from the end of the block, unless this ends with an error.
+
+    Args:
+        process: See ``QueueHandler.relay``.
+        has_prefix: Likewise.
+    """
+    handler = installed_handler()
+    if handler is None:
+        yield _STDERR
+        return
+    read, written = os.pipe()
+    try:
+        yield written
+    except BaseException:
+        os.close(read)
+        raise
+    finally:
+        os.close(written)
+    handler.relay(read, process, has_prefix)
+
+
+@contextlib.contextmanager
 def queued_log(log_format: LogFormat, process: str = "server") -> Iterator[QueueHandler]:
     """Log to standard error through a queue while the block runs, all libraries and Python's warnings too.
 

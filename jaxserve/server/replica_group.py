@@ -15,14 +15,13 @@ from jaxserve.group.launch import entry_arguments
 from jaxserve.group.ports import LOOPBACK, PortPair
 from jaxserve.group.replicas import ReplicaGroups
 from jaxserve.group.settings import SECRET_BYTES, GroupPlace
-from jaxserve.log_output import installed_handler
+from jaxserve.log_output import relayed
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0  # for process 0 to say why, and for the others to end by themselves
-_STDERR = 2
 
 
 @final
@@ -113,14 +112,9 @@ class ReplicaGroup:
         reading, writing = os.pipe()
         self._resources.callback(os.close, writing)
         os.write(writing, secret)
-        handler = installed_handler()
-        read, written = (None, _STDERR) if handler is None else os.pipe()
-        with contextlib.ExitStack() as own:
-            own.callback(os.close, reading)
-            if written != _STDERR:
-                own.callback(os.close, written)
-            try:
-                process = await asyncio.create_subprocess_exec(
+        try:
+            with relayed(f"{self._name} rank {rank}", has_prefix=True) as written:
+                return await asyncio.create_subprocess_exec(
                     sys.executable,
                     *entry_arguments(port, len(self._environments), rank, reading, self._command),
                     stdin=asyncio.subprocess.DEVNULL,
@@ -130,13 +124,10 @@ class ReplicaGroup:
                     start_new_session=True,  # a terminal's Ctrl-C comes to this process alone
                     env={**child_environment(), **self._environments[rank]},
                 )
-            except OSError as error:
-                if read is not None:
-                    os.close(read)
-                raise ConfigError(f"{self._name}: rank {rank} cannot be started: {error}") from error
-        if handler is not None and read is not None:
-            handler.relay(read, f"{self._name} rank {rank}", has_prefix=True)
-        return process
+        except OSError as error:
+            raise ConfigError(f"{self._name}: rank {rank} cannot be started: {error}") from error
+        finally:
+            os.close(reading)
 
     async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> str:
         """Wait for the end of a process; return it in words."""

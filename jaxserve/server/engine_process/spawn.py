@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import sys
@@ -10,11 +9,10 @@ from collections.abc import Mapping
 
 from jaxserve.api.errors import ConfigError
 from jaxserve.child_process import child_environment
-from jaxserve.log_output import LogFormat, installed_handler
+from jaxserve.log_output import LogFormat, relayed
 
 STACKS_SIGNAL = signal.SIGUSR2
 """Makes the process write the stacks of its threads into its log."""
-_STDERR = 2
 
 
 async def spawn_engine(
@@ -28,11 +26,9 @@ async def spawn_engine(
         log_name: What the log calls it; in text, only one of several has its name before each line.
     """
     own, other = socket.socketpair()
-    handler = installed_handler()
-    read, written = (None, _STDERR) if handler is None else os.pipe()
     level = logging.getLogger("jaxserve").getEffectiveLevel()
     try:
-        with other:
+        with other, relayed(log_name, has_prefix=log_name != "engine") as written:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "jaxserve.server.engine_process", "--fd", str(other.fileno())),
                 *("--log-level", str(level), "--log-format", log_format, "--log-name", log_name),
@@ -45,14 +41,7 @@ async def spawn_engine(
             )
     except BaseException as error:
         own.close()
-        if read is not None:
-            os.close(read)
         if isinstance(error, OSError):
             raise ConfigError(f"the engine process cannot be started: {error}") from error
         raise
-    finally:
-        if written != _STDERR:
-            os.close(written)
-    if handler is not None and read is not None:
-        handler.relay(read, log_name, has_prefix=log_name != "engine")
     return process, *await asyncio.open_connection(sock=own)
