@@ -27,8 +27,7 @@ WIDENED = 0.02
 
 def teacher() -> Params:
     """Return the demo model's weights, under names of their own."""
-    stored = load_file(MODEL_DIRECTORY / "model.safetensors")
-    return {TEACHER + name: jnp.asarray(tensor, jnp.float32) for name, tensor in stored.items()}
+    return {TEACHER + name: weight for name, weight in _demo_weights().items()}
 
 
 def first_weights(hybrid: Hybrid, seed: int) -> Params:
@@ -36,7 +35,7 @@ def first_weights(hybrid: Hybrid, seed: int) -> Params:
 
     Some of their states last for a hundred tokens, some for a few.
     """
-    demo, source = _of_teacher(teacher()), np.random.default_rng(seed + 1)
+    demo, source = _demo_weights(), np.random.default_rng(seed + 1)
     params = init_params(weight_shapes(hybrid), seed)
     for name, weight in params.items():
         if name.endswith("A_log"):
@@ -51,6 +50,11 @@ def first_weights(hybrid: Hybrid, seed: int) -> Params:
         elif weight.ndim == 2 and "out_proj" not in name:
             params[name] = jnp.asarray(source.standard_normal(weight.shape) * weight.shape[1] ** -0.5, jnp.float32)
     return params | _taken(hybrid, demo, source)
+
+
+def _demo_weights() -> Params:
+    stored = load_file(MODEL_DIRECTORY / "model.safetensors")
+    return {name: jnp.asarray(tensor, jnp.float32) for name, tensor in stored.items()}
 
 
 def _of_teacher(fixed: Params) -> Params:

@@ -38,8 +38,6 @@ class Phase:
     mix: training_text.TextMix
     num_rows: int = NUM_ROWS
     """Rows of a batch."""
-    hold_steps: int = 0
-    """Steps after the warm-up at the top."""
 
 
 class TrainState(NamedTuple):
@@ -62,9 +60,8 @@ def orthogonalize(update: Float[Array, "O I"]) -> Float[Array, "O I"]:
 
 
 def learning_rate(step: Int[Array, ""], phase: Phase) -> Float[Array, ""]:
-    """Return the share of the learning rates: a linear warm-up, a stretch at the top, then half a cosine to zero."""
-    top = WARM_UP_STEPS + phase.hold_steps
-    progress = jnp.maximum(0, step - top) / max(1, phase.num_steps - top)
+    """Return the share of the learning rates: a linear warm-up, then half a cosine to zero."""
+    progress = jnp.maximum(0, step - WARM_UP_STEPS) / max(1, phase.num_steps - WARM_UP_STEPS)
     share = jnp.where(step < WARM_UP_STEPS, (step + 1) / WARM_UP_STEPS, 0.5 + 0.5 * jnp.cos(jnp.pi * progress))
     return phase.peak * share
 
