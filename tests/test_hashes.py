@@ -40,7 +40,7 @@ def test_everything_that_running_needs_has_a_hash() -> None:
     needed = {component["name"].lower().replace("_", "-") for component in make_sbom()["components"]}
     path = SCRIPTS / f"hashes-{VERSION}.txt"
     if not path.exists():
-        pytest.skip(f"there are no hashes for Python {VERSION}")
+        pytest.skip(f"hashes are kept for Python 3.11 to 3.13, as the pins of versions are; this is {VERSION}")
     assert needed - set(hashed(path)) == set()
 
 
