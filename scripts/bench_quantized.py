@@ -72,6 +72,8 @@ ENGINES: Mapping[str, Ours | str] = {
     "Q4_K_M file, float activations": Ours("gguf/SIZE-q4_k_m.gguf", Form({})),
     "OpenVINO, int8": "openvino int8 weights",
     "OpenVINO, int4": "openvino int4 weights",
+    "vLLM, bfloat16": "vllm bf16",
+    "llama.cpp, bfloat16": "llama.cpp bf16",
 }
 """What takes turns: ours, and rows of ``compare_all.sh`` by their names there."""
 RATIOS: Sequence[tuple[str, str]] = (
@@ -86,6 +88,8 @@ RATIOS: Sequence[tuple[str, str]] = (
     ("Q4_K_M file, float activations", "llama.cpp, Q4_K_M"),
     ("int8, head too", "OpenVINO, int8"),
     ("int4, int8 activations", "OpenVINO, int4"),
+    (BFLOAT16, "vLLM, bfloat16"),
+    (BFLOAT16, "llama.cpp, bfloat16"),
 )
 """Which speeds the table compares: the first of a pair with the second."""
 
@@ -203,19 +207,14 @@ def _make_model(options: argparse.Namespace) -> None:
 
 def markdown(found: Mapping[str, Any]) -> str:
     """Return the table of what was measured."""
-    products, machine = found["products"], found["machine"]
+    machine, products = found["machine"], found["products"]
     lines = [
-        f"{machine['cpu']}, {products['instructions']}, {products['threads']} threads, "
-        f"{products['read_gb_s']} GB/s read, {products['clock_ghz']} GHz, load {machine['load']} at the start; "
-        f"shape {found['size']}, {len(found['rounds'])} rounds.",
+        f"{machine['cpu']}, load {machine['load']} at the start; shape {found['size']}, {len(found['rounds'])} rounds.",
+        *([] if products is None else _product_lines(products)),
         "",
-        "| weights | 1 row, cold: GB/s | share of the limit | 512 rows: GOP/s | : bfloat16 |",
-        "|---|---|---|---|---|",
+        "| speed, and the ratio | A decode | B | C |",
+        "|---|---|---|---|",
     ]
-    for name, row in products["forms"].items():
-        cells = (row["cold_gb_s"], row["cold_share"], row["gop_s_512"], row["times_bf16_512"])
-        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
-    lines += ["", "| speed, and the ratio | A decode | B | C |", "|---|---|---|---|"]
     for name, row in found["ratios"].items():
         cells = (str(Ratio(**row[letter]["ratio"])) if letter in row else "-" for letter in "ABC")
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -230,6 +229,21 @@ def markdown(found: Mapping[str, Any]) -> str:
         cells = (_median([run[letter] for run in runs if letter in run]) for letter in "ABC")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _product_lines(products: Mapping[str, Any]) -> list[str]:
+    lines = [
+        "",
+        f"{products['instructions']}, {products['threads']} threads, {products['read_gb_s']} GB/s read, "
+        f"{products['clock_ghz']} GHz.",
+        "",
+        "| weights | 1 row, cold: GB/s | share of the limit | 512 rows: GOP/s | : bfloat16 |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in products["forms"].items():
+        cells = (row["cold_gb_s"], row["cold_share"], row["gop_s_512"], row["times_bf16_512"])
+        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
+    return lines
 
 
 def _median(speeds: Sequence[float]) -> str:
@@ -255,6 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=list(ENGINES), metavar="ENGINE")
     parser.add_argument("--workloads", default="ABC")
     parser.add_argument("--rounds", type=int, default=3, help="of all engines, 2 or more (default: %(default)s)")
+    parser.add_argument("--no-products", dest="products", action="store_false", help="engines alone")
     parser.add_argument("--megabytes", type=int, default=512, help="of weights of cold products")
     parser.add_argument("--outer", type=int, default=8192, help="outputs of the products (default: %(default)s)")
     parser.add_argument("--inner", type=int, default=2048, help="features of the products (default: %(default)s)")
@@ -278,7 +293,8 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error(f"--resume: {options.out} has the shape {found['size']}, got --size {options.size}")
         bench.resume(found)
     else:
-        found = {"size": options.size, "machine": _machine(), "products": _products(options)}
+        products = _products(options) if options.products else None
+        found = {"size": options.size, "machine": _machine(), "products": products}
     for _ in range(options.rounds):
         bench.run_round()
         found |= {"ratios": bench.ratios(), "rounds": bench.rounds, "lines": bench.lines}
