@@ -62,6 +62,7 @@ class Llama:
             raise ValueError(f"{path}: only a Llama without scaled RoPE has an emulation")
         self._is_bfloat16 = activations == "bfloat16"
         self._has_tiles = self._is_bfloat16 and instructions() == "amx"
+        self._rounds_rows = self._has_tiles or self._is_bfloat16 and instructions() == "avx512bf16"
         self._activations, self._is_decoded = activations, is_decoded
         with open_checkpoint(path) as reader:
             quantized = quantized_in(reader)
@@ -103,7 +104,7 @@ class Llama:
     def _matrix(self, name: str) -> _Matrix:
         weight, records = self._plain(name), self._records.get(name)
         if records is None or self._is_decoded:
-            return _Matrix(weight, "bfloat16" if self._has_tiles else None)
+            return _Matrix(weight, "bfloat16" if self._rounds_rows else None)
         if records.rounds_activations:
             return _Matrix(weight, "int8", weight.shape[1])
         if self._activations == "int8":
