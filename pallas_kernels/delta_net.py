@@ -1,4 +1,5 @@
-"""The update of a gated delta net (arXiv:2412.06464; Qwen3-Next, Qwen3.5): interface, cases and a plain reference.
+"""The update of a gated delta net (arXiv:2412.06464; Qwen3-Next, Qwen3.5, Kimi-Linear): interface, cases and a plain
+reference.
 
 From a token's projection to the input of the output projection, in one call for a step of many rows: a causal
 convolution of queries, keys and values with SiLU; unit queries and keys; the gated delta rule on each value head;
@@ -8,6 +9,9 @@ the norm of each head, and the gate after it. For each value head, with the key 
 
 where ``beta = sigmoid(b)`` and ``decay = exp(-exp(a_log) * softplus(a + dt_bias))``. Unit vectors are
 ``x / sqrt(sum(x^2) + 1e-6)``, and queries also times ``key_dim ** -0.5``. See ``recurrent_states`` for pages and rows.
+
+In Kimi's delta attention (KDA, arXiv:2510.26692) every key feature of a head has a decay of its own, with its own ``a``
+and ``dt_bias``, and the gate is a sigmoid instead of SiLU.
 """
 
 from collections.abc import Mapping
@@ -38,12 +42,17 @@ UNIT_EPS = 1e-6
 
 
 class DeltaNetSizes(NamedTuple):
-    """Heads of one device. Key head j serves the value heads from ``j * num_value_heads / num_key_heads`` on."""
+    """Heads of one device. Key head j serves the value heads from ``j * num_value_heads / num_key_heads`` on.
+
+    ``has_key_decays`` says whether each key feature of a head has its own decay, as in Kimi's delta attention, whose
+    gate is a sigmoid; otherwise each head has one decay, and its gate is SiLU.
+    """
 
     num_key_heads: int
     num_value_heads: int
     key_dim: int
     value_dim: int
+    has_key_decays: bool = False
 
     @property
     def num_channels(self) -> int:
@@ -56,9 +65,14 @@ class DeltaNetSizes(NamedTuple):
         return self.num_value_heads * self.value_dim
 
     @property
+    def num_decays(self) -> int:
+        """Decays of a token: one per value head, or one per key feature of each."""
+        return self.num_value_heads * (self.key_dim if self.has_key_decays else 1)
+
+    @property
     def width(self) -> int:
         """Features of a token's projection."""
-        return self.num_channels + self.inner + 2 * self.num_value_heads
+        return self.num_channels + self.inner + self.num_value_heads + self.num_decays
 
 
 class DeltaNetWeights(NamedTuple):
@@ -66,7 +80,7 @@ class DeltaNetWeights(NamedTuple):
 
     convolution: Convolution
     a_log: Float[Array, " Hv"]
-    dt_bias: Float[Array, " Hv"]
+    dt_bias: Float[Array, " decays"]
     norm: Float[Array, " dv"]
 
 
@@ -77,7 +91,7 @@ class DeltaNetKernel(Protocol):
     def unsupported(self, platform: str, device_kind: str, dtype: str, **sizes: int) -> str | None:
         """Return why it cannot run on such a device, or None; the dtype is that of projections and tails.
 
-        Sizes are ``num_key_heads``, ``num_value_heads``, ``key_dim``, ``value_dim`` and ``taps``.
+        Sizes are ``num_key_heads``, ``num_value_heads``, ``key_dim``, ``value_dim``, ``has_key_decays`` and ``taps``.
         """
         ...
 
@@ -113,7 +127,7 @@ class DeltaNetKernel(Protocol):
 
         Args:
             projected: The features q | k | v | z | b | a of each token: all queries, all keys, all values, the gates of
-                all values, and two numbers per value head.
+                all values, a number per value head, and one per decay, in order of heads.
             weights: Parameters of the layer.
             states: Tails in the dtype of ``projected``, and states; donate them to update them in place.
             rows: Rows of the step.
@@ -136,13 +150,16 @@ class Case(NamedTuple):
     value_dim: int = 32
     taps: int = 4
     dtype: str = "float32"
+    has_key_decays: bool = False
     spare_rows: int = 1
     spare_tokens: int = 3
 
     @property
     def heads(self) -> DeltaNetSizes:
         """The heads of the case."""
-        return DeltaNetSizes(self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim)
+        return DeltaNetSizes(
+            self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim, self.has_key_decays
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -178,18 +195,33 @@ CASES: Mapping[str, Case] = {
         (Row(2), Row(3, is_new=True, snapshots=(1,)), Row(1, is_new=True), Row(2, snapshots=(1,)))
     ),
     "only_padding": Case((Row(0),)),
+    "key_decays": Case(RAGGED, has_key_decays=True),
+    "key_decays_bf16": Case(RAGGED, dtype="bfloat16", has_key_decays=True),
+    "key_decays_decode": Case((Row(1), Row(1), Row(1, snapshots=(1,)), Row(1)), has_key_decays=True),
+    "key_decays_odd_heads": Case(
+        RAGGED, num_key_heads=3, num_value_heads=3, key_dim=21, value_dim=20, has_key_decays=True
+    ),
+    "key_decays_tiny_heads": Case((Row(3), Row(4, is_new=True)), key_dim=1, value_dim=3, has_key_decays=True),
+    "key_decays_wide": Case(
+        (Row(40, snapshots=(33,)), Row(1)), num_value_heads=2, key_dim=128, value_dim=128, has_key_decays=True
+    ),
 }
 _WIDE = Case(RAGGED, key_dim=128, value_dim=128)
 DEVICE_CASES: Mapping[str, Case] = {
     **CASES,
     "wide": _WIDE,
     "wide_bf16": _WIDE._replace(dtype="bfloat16"),
+    "key_decays_wide_bf16": _WIDE._replace(dtype="bfloat16", has_key_decays=True),
 }
-_MODELS = {"qwen3.5_0.8b": (16, 16), "qwen3.5_9b": (16, 32)}
+_MODELS = {
+    "qwen3.5_0.8b": DeltaNetSizes(16, 16, 128, 128),
+    "qwen3.5_9b": DeltaNetSizes(16, 32, 128, 128),
+    "kimi_linear_48b": DeltaNetSizes(32, 32, 128, 128, has_key_decays=True),
+}
 _STEPS = {f"decode_{count}": (Row(1),) * count for count in (1, 8, 32)} | {"prefill_512": (Row(512, is_new=True),)}
 BENCHES: Mapping[str, Case] = {
-    f"{model}_{step}": Case(rows, *heads, key_dim=128, value_dim=128, spare_rows=0, spare_tokens=0)
-    for model, heads in _MODELS.items()
+    f"{model}_{step}": Case(rows, **sizes._asdict(), spare_rows=0, spare_tokens=0)
+    for model, sizes in _MODELS.items()
     for step, rows in _STEPS.items()
 }
 _EPS = 1e-6
@@ -203,7 +235,7 @@ def make_inputs(case: Case, key: jax.Array) -> Inputs:
     weights = DeltaNetWeights(
         Convolution(0.5 * jax.random.normal(keys[0], (case.taps, sizes.num_channels))),
         a_log=jnp.log(jax.random.uniform(keys[1], (heads,), minval=0.002, maxval=0.2)),
-        dt_bias=0.3 * jax.random.normal(keys[2], (heads,)),
+        dt_bias=0.3 * jax.random.normal(keys[2], (sizes.num_decays,)),
         norm=1 + 0.1 * jax.random.normal(keys[3], (case.value_dim,)),
     )
     tail = jax.random.normal(keys[4], (num_pages, case.taps - 1, sizes.num_channels)).astype(case.dtype)
@@ -248,7 +280,7 @@ def _reference(
     sizes: DeltaNetSizes,
 ) -> tuple[Float[Array, "n Hv dv"], Float[Array, "history channels"], Float[Array, "Hv dk dv"]]:
     """Compute some tokens of a sequence; return the next tail and state too."""
-    count, (key_heads, heads, key_dim, value_dim) = tokens.shape[0], sizes
+    count, (key_heads, heads, key_dim, value_dim, has_key_decays) = tokens.shape[0], sizes
     mixed, z, b, a = jnp.split(tokens, np.cumsum([sizes.num_channels, sizes.inner, heads]), axis=1)
     z, b, a = (x.astype(jnp.float32) for x in (z, b, a))
     mixed, new_tail = reference_convolution(mixed, tail, weights.convolution)
@@ -256,11 +288,12 @@ def _reference(
     query, key = (x.reshape(count, key_heads, key_dim) for x in (query, key))
     query, key = (x / jnp.sqrt(jnp.square(x).sum(-1, keepdims=True) + UNIT_EPS) for x in (query, key))
     query, key = (jnp.repeat(x, heads // key_heads, axis=1) for x in (query * key_dim**-0.5, key))
-    decay = jnp.exp(-jnp.exp(weights.a_log) * jax.nn.softplus(a + weights.dt_bias))
+    steps = jax.nn.softplus(a + weights.dt_bias).reshape(count, heads, sizes.num_decays // heads)
+    decay = jnp.exp(-jnp.exp(weights.a_log)[:, None] * steps)
 
     def step(matrix, token):
         q, k, v, beta, decay = token
-        matrix = matrix * decay[:, None, None]
+        matrix = matrix * decay[:, :, None]
         found = jnp.einsum("hkv,hk->hv", matrix, k, precision=lax.Precision.HIGHEST)
         matrix = matrix + k[:, :, None] * (beta[:, None] * (v - found))[:, None]
         return matrix, jnp.einsum("hkv,hk->hv", matrix, q, precision=lax.Precision.HIGHEST)
@@ -268,7 +301,8 @@ def _reference(
     values = value.reshape(count, heads, value_dim)
     new_state, o = lax.scan(step, state, (query, key, values, jax.nn.sigmoid(b), decay))
     o = o * lax.rsqrt(jnp.square(o).mean(-1, keepdims=True) + _EPS) * weights.norm
-    return o * jax.nn.silu(z.reshape(o.shape)), new_tail, new_state
+    gate = jax.nn.sigmoid if has_key_decays else jax.nn.silu
+    return o * gate(z.reshape(o.shape)), new_tail, new_state
 
 
 def compare(
@@ -297,7 +331,7 @@ def cost(case: Case) -> Cost:
 
 
 def sizes(case: Case) -> dict[str, int]:
-    """Return heads, their sizes, and the taps of the convolution."""
+    """Return heads, their sizes and kind, and the taps of the convolution."""
     return {**case.heads._asdict(), "taps": case.taps}
 
 

@@ -45,6 +45,7 @@ def update(
         key_heads=np.int32(sizes.num_key_heads),
         key_dim=np.int32(sizes.key_dim),
         value_dim=np.int32(sizes.value_dim),
+        has_key_decays=np.int32(sizes.has_key_decays),
         eps=np.float32(eps),
     )
     return y, States(tail, state)

@@ -64,7 +64,7 @@ def update_by(
     b, c = (part.reshape(num_tokens, sizes.num_groups, sizes.state_dim) for part in (b, c))
     a_log, dt_bias, d = (x.astype(jnp.float32) for x in (weights.a_log, weights.dt_bias, weights.d))
     dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + dt_bias), *limits)
-    tokens = RuleTokens(c, b, x, dt, jnp.exp(-jnp.exp(a_log) * dt))
+    tokens = RuleTokens(c, b, x, dt, jnp.exp(-jnp.exp(a_log) * dt)[:, :, None])
     y, state = update_states(tokens, states.state, rows, is_delta=False)
     y, gate = (y + d[:, None] * x).reshape(num_tokens, -1), jax.nn.silu(z.astype(jnp.float32))
     is_before = norm is not None and norm.is_before_gate

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-VERSION = 23  # of handlers.c
+VERSION = 24  # of handlers.c
 PATH = Path(__file__).with_name("libjaxserve_native.so")
 _INSTRUCTIONS = ("neither AVX2 nor AVX-512", "avx2", "avx512", "avx512_vnni", "avx512bf16", "amx")
 _LIMIT = "JAXSERVE_MAX_CPU_ISA"

@@ -44,7 +44,8 @@ def update_states(
     """Update states by every token of each row, in order; see ``recurrent_xla.UpdateStates``."""
     require_indexable(state)
     num_tokens, num_heads, num_values = tokens.value.shape
-    layout = _Layout(num_heads // tokens.key.shape[1], state.shape[2], num_values, is_delta)
+    group, has_key_decays = num_heads // tokens.key.shape[1], tokens.decay.shape[2] > 1
+    layout = _Layout(group, state.shape[2], num_values, is_delta, has_key_decays)
     call = pl.pallas_call(
         functools.partial(_kernel, layout=layout),
         out_shape=(
@@ -70,6 +71,7 @@ class _Layout(NamedTuple):
     num_keys: int
     num_values: int
     is_delta: bool
+    has_key_decays: bool
 
     @property
     def block(self) -> int:
@@ -89,7 +91,8 @@ class _Lanes(NamedTuple):
 def _kernel(
     _: Any,  # the states: the same memory as the last
     rows_ref: Any,  # starts, lens, are_new, pages: [R] each; the page to write too after each token, or -1: [T]
-    tokens_ref: Any,  # query [T, key_heads, K], key [T, key_heads, K], value [T, heads, V], factor, decay [T, heads]
+    # Of each token and head, a key head for the first two: query [K], key [K], value [V], factor, decay [1] or [K].
+    tokens_ref: Any,
     result_ref: Any,  # [T, heads, V]
     state_ref: Any,  # [P, heads, K, V]
     *,
@@ -142,7 +145,12 @@ def _apply_rule(
     )
     place = jnp.broadcast_to(token, lanes.values.shape), jnp.broadcast_to(head, lanes.values.shape), lanes.values
     value = plt.load(value_ref.at[place], mask=lanes.are_values, other=0.0)
-    state = state * decay_ref[token, head]
+    if layout.has_key_decays:
+        own_head = jnp.broadcast_to(head, lanes.keys.shape)
+        decay = plt.load(decay_ref.at[token_of_keys, own_head, lanes.keys], mask=lanes.are_keys, other=0.0)
+        state = state * decay[:, None]
+    else:
+        state = state * decay_ref[token, head, 0]
     value = value - jnp.sum(state * key, axis=0) if layout.is_delta else value
     state = state + key * (factor_ref[token, head] * value)[None, :]
     return state, jnp.sum(state * query, axis=0)

@@ -18,15 +18,16 @@ from pallas_kernels.recurrent_states import Convolution, StateRows
 class RuleTokens(NamedTuple):
     """What the rule of a state takes of each token; a key head serves ``heads / key_heads`` consecutive heads.
 
-    A state becomes ``decay * S``, then takes up ``key (factor * value)^T``; under the delta rule the value is reduced
-    first by what the state holds for the key. The result is ``S^T query``.
+    ``decay`` has one number per head, or one per key. A state becomes ``decay * S``, then takes up
+    ``key (factor * value)^T``; under the delta rule the value is reduced first by what the state holds for the key. The
+    result is ``S^T query``.
     """
 
     query: Float[Array, "T key_heads keys"]
     key: Float[Array, "T key_heads keys"]
     value: Float[Array, "T heads values"]
     factor: Float[Array, "T heads"]
-    decay: Float[Array, "T heads"]
+    decay: Float[Array, "T heads decays"]
 
 
 @runtime_checkable
@@ -149,7 +150,7 @@ def _update_state(
     query, key, value, factor, decay = token
     group = state.shape[0] // key.shape[0]
     query, key = (jnp.repeat(x, group, axis=0)[:, :, None] for x in (query, key))
-    state = state * decay[:, None, None]
+    state = state * decay[:, :, None]
     value = value - jnp.sum(state * key, axis=1) if is_delta else value
     state = state + key * (factor[:, None] * value)[:, None]
     return state, jnp.sum(state * query, axis=1)

@@ -123,6 +123,7 @@ class CausalLM(nnx.Module):
         unused = () if head is not None else tuple(map(re.escape, head_names))
         self.ignored, self.optional_prefix = (*ignored, *unused), optional_prefix
         self.head_names, self.prefixes = head_names, tuple[tuple[str, str], ...]()
+        self.renamed: tuple[str, str] | None = None
         self.embedding_multiplier, self.logits_divisor = embedding_multiplier, logits_divisor
         self.logits_soft_cap = logits_soft_cap
         own = () if config.rope is None else (config.rope,)
@@ -156,13 +157,14 @@ class CausalLM(nnx.Module):
         """Return the names that a tensor has in each form of checkpoints, its own first.
 
         A checkpoint that was saved without the head leaves ``optional_prefix`` out. One of a multimodal class has
-        another prefix in its place, and may have one before the head's name; see ``text_half.PREFIXES``.
+        another prefix in its place, and may have one before the head's name; see ``text_half.PREFIXES``. ``renamed`` is
+        a regular expression of a part of names, and what stands there in further forms.
         """
-        prefix = self.optional_prefix
+        prefix, names = self.optional_prefix, (tensor, tensor, *(head + tensor for _, head in self.prefixes))
         if prefix and tensor.startswith(prefix):
             rest = tensor.removeprefix(prefix)
-            return (tensor, rest, *(inner + rest for inner, _ in self.prefixes))
-        return (tensor, tensor, *(head + tensor for _, head in self.prefixes))
+            names = (tensor, rest, *(inner + rest for inner, _ in self.prefixes))
+        return names if self.renamed is None else (*names, *(re.sub(*self.renamed, name) for name in names))
 
     @property
     def kv_specs(self) -> tuple[KVSpec | None, ...]:

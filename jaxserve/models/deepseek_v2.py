@@ -143,8 +143,30 @@ def build(config: DeepseekConfig, scope: Scope) -> CausalLM:
 
 
 def _build_layer(config: DeepseekConfig, index: int, scope: Scope) -> PreNormLayer:
+    inner = scope.at("self_attn")
+    if config.index is None:
+        attention = build_latent_attention(config, inner)
+        return build_sparse_layer(config, index, scope, shared="shared_experts", attention=attention)
+    selects_as = config.index_layers[index]
+    attention = SparseLatentAttention(
+        config.hidden_size,
+        config.num_heads,
+        index=config.index,
+        selects_as=None if selects_as == index else selects_as,
+        **_latent_options(config, inner),
+    )
+    layer = SparseLatentLayer
+    return build_sparse_layer(config, index, scope, shared="shared_experts", attention=attention, layer=layer)
+
+
+def build_latent_attention(config: DeepseekConfig, scope: Scope, **options: Any) -> MultiHeadLatentAttention:
+    """Build the attention of a layer; ``options`` are further options of ``Attention``."""
     sizes = (config.hidden_size, config.num_heads)
-    options: dict[str, Any] = {
+    return MultiHeadLatentAttention(*sizes, **_latent_options(config, scope), **options)
+
+
+def _latent_options(config: DeepseekConfig, scope: Scope) -> dict[str, Any]:
+    return {
         "query_rank": config.query_rank,
         "rank": config.rank,
         "plain_dim": config.plain_dim,
@@ -154,14 +176,5 @@ def _build_layer(config: DeepseekConfig, index: int, scope: Scope) -> PreNormLay
         "is_interleaved": config.is_interleaved,
         "scale": config.attention_scale,
         "position_scale": config.position_scale,
-        "scope": scope.at("self_attn"),
+        "scope": scope,
     }
-    if config.index is None:
-        attention = MultiHeadLatentAttention(*sizes, **options)
-        return build_sparse_layer(config, index, scope, shared="shared_experts", attention=attention)
-    selects_as = config.index_layers[index]
-    attention = SparseLatentAttention(
-        *sizes, index=config.index, selects_as=None if selects_as == index else selects_as, **options
-    )
-    layer = SparseLatentLayer
-    return build_sparse_layer(config, index, scope, shared="shared_experts", attention=attention, layer=layer)

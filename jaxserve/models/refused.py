@@ -86,7 +86,7 @@ REFUSED: Final = (
     ),
     Refused(_RECURRENT, _MISTRAL, ("Mamba", "FalconMamba", "Rwkv", "RWKV", "Rwkv5", "Rwkv6", "RWKV7", "xLSTM")),
     Refused(_RECURRENT, "Mixtral 8x7B (MixtralForCausalLM)", ("Jamba", "MiniMax", "MiniMaxText01", "MiniMaxM1")),
-    Refused(_RECURRENT, _QWEN3, ("Lfm2Vl", "KimiLinear", "OlmoHybrid")),
+    Refused(_RECURRENT, _QWEN3, ("Lfm2Vl", "OlmoHybrid")),
     Refused(_RECURRENT, _LLAMA, ("Zamba", "Zamba2")),
     Refused(_RECURRENT, "Gemma 2 (Gemma2ForCausalLM)", ("RecurrentGemma",)),
     Refused(_DIFFUSION, _LLAMA, ("LLaDA", "LLaDAModelLM", "LLaDAMoEModelLM", "LLaDA2MoeModelLM")),

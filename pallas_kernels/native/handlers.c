@@ -8,7 +8,7 @@
 
 // Python refuses a library of another version, and puts the number into the names of its targets: programs that were
 // compiled for older handlers must not find these. Raise it when handlers, arguments, attributes or layouts change.
-enum { VERSION = 23 };
+enum { VERSION = 24 };
 EXPORT int jaxserve_version(void) { return VERSION; }
 
 // Whether the CPU multiplies bfloat16 on tiles, and the system lets this process.

@@ -49,15 +49,17 @@ typedef struct {
   int taps;
 } Convolution;
 
-// Queries, keys, values, gates z, b and a: the columns of a projection.
+// Queries, keys, values, gates z, b and a: the columns of a projection. Each value head has one a and one decay, or, with
+// has_key_decays, one per key; its gate is then a sigmoid.
 typedef struct {
   StateRows rows;
   Convolution convolution;
   const float *projected;                // [T][width]
-  const float *a_log, *dt_bias, *norm;   // [value heads], [value heads], [value_dim]
+  const float *a_log, *dt_bias, *norm;   // [value heads], [decays], [value_dim]
   float *state;                          // [P][value heads][tiles][key_dim][16]
   float *out;                            // [T][value heads][value_dim]
   int64_t width, key_heads, value_heads, key_dim, value_dim;
+  int has_key_decays;
   float eps;
 } DeltaNet;
 
@@ -105,8 +107,10 @@ typedef void (*ComputeShortConvolution)(const ShortConvolution *, int64_t row, i
 void avx512_short_convolution(const ShortConvolution *, int64_t row, int64_t first, int64_t last);
 void avx2_short_convolution(const ShortConvolution *, int64_t row, int64_t first, int64_t last);
 
+static inline int64_t num_decays(const DeltaNet *d) { return d->value_heads * (d->has_key_decays ? d->key_dim : 1); }
 static inline int64_t delta_net_scratch(const DeltaNet *d) {
-  const int64_t values = whole_groups(d->value_dim);
-  return BLOCK_TOKENS * (2 * whole_groups(d->key_dim) + d->value_heads / d->key_heads * values + values + 2);
+  const int64_t keys = whole_groups(d->key_dim), values = whole_groups(d->value_dim);
+  const int64_t decays = d->has_key_decays ? 2 * keys : 1;
+  return BLOCK_TOKENS * (2 * keys + d->value_heads / d->key_heads * values + values + 1 + decays);
 }
 static inline int64_t mamba2_scratch(const Mamba2 *m) { return BLOCK_TOKENS * (2 * whole_groups(m->head_dim) + 2); }

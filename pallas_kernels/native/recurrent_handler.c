@@ -90,17 +90,18 @@ static int is_delta_net(FfiFrame *frame, const DeltaNet *d) {
   if (d->key_heads <= 0 || d->value_heads % d->key_heads || d->key_dim <= 0 || d->value_dim <= 0) return 0;
   const FfiBuffer *tail = ffi_argument(frame, 6);
   const int64_t heads = d->value_heads, channels = 2 * d->key_heads * d->key_dim + heads * d->value_dim;
-  return are_rows(ffi_argument(frame, 0), ffi_result(frame, 0), channels + heads * d->value_dim + 2 * heads,
-                  heads * d->value_dim) &&
+  const int64_t width = channels + heads * d->value_dim + heads + num_decays(d);
+  return are_rows(ffi_argument(frame, 0), ffi_result(frame, 0), width, heads * d->value_dim) &&
          is_convolution(ffi_argument(frame, 1), ffi_argument(frame, 2), tail, ffi_argument(frame, 8),
                         ffi_argument(frame, 9), ffi_argument(frame, 0)->dims[0], channels) &&
-         is_f32(ffi_argument(frame, 4), heads) && is_f32(ffi_argument(frame, 5), d->value_dim) &&
+         is_f32(ffi_argument(frame, 4), num_decays(d)) && is_f32(ffi_argument(frame, 5), d->value_dim) &&
          is_state(ffi_argument(frame, 7), tail, heads, d->key_dim, d->value_dim);
 }
 
-// Arguments: projected f32 [T, width], weight of the convolution f32 [taps, channels], bias f32 [channels] or [0], a_log,
-// dt_bias f32 [Hv], norm f32 [dv], tail f32 [P, taps - 1, channels], state f32 [P, Hv, tiles, dk, 16], rows s32 [4, R]: the
-// first fields of StateRows, pages after tokens s32 [T]. Attributes: key_heads, key_dim, value_dim, eps.
+// Arguments: projected f32 [T, width], weight of the convolution f32 [taps, channels], bias f32 [channels] or [0], a_log
+// f32 [Hv], dt_bias f32 [decays], norm f32 [dv], tail f32 [P, taps - 1, channels], state f32 [P, Hv, tiles, dk, 16], rows s32
+// [4, R]: the first fields of StateRows, pages after tokens s32 [T]. Attributes: key_heads, key_dim, value_dim,
+// has_key_decays, eps.
 // Results: heads f32 [T, Hv * dv], zeros for padding tokens; tail and state, which are the same memory as the arguments.
 EXPORT FfiError *jaxserve_delta_net(FfiFrame *frame) {
   if (ffi_answered_metadata(frame)) return 0;
@@ -120,6 +121,7 @@ EXPORT FfiError *jaxserve_delta_net(FfiFrame *frame) {
               .value_heads = a_log->dtype == FFI_F32 ? elements(a_log) : 0,
               .key_dim = ffi_int(frame, "key_dim"),
               .value_dim = ffi_int(frame, "value_dim"),
+              .has_key_decays = ffi_int(frame, "has_key_decays"),
               .eps = ffi_float(frame, "eps"),
           },
       .compute = instructions_in_use() >= HAS_AVX512 ? avx512_delta_net : avx2_delta_net,

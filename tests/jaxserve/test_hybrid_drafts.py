@@ -31,6 +31,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=30, logprobs=1)
 Check = Callable[[list[int], list[int]], None]
 """Receives the tokens of a sequence and the drafts that the device has made after them."""
 DRAFTED = [("qwen3-5", "tp1"), ("lfm2", "pp2"), ("falcon-h1", "tp2"), ("mamba2", "tp1"), ("nemotron-h", "context2")]
+DRAFTED += [("kimi-linear", "ep2")]
 MTP = [("qwen3-5", "tp1"), ("qwen3-next", "tp2"), ("qwen3-5-moe", "pp2")]
 
 
@@ -101,10 +102,15 @@ def run_with_mistakes(llm: LLM, prompts: list[list[int]], texts: list[list[int]]
     return [request.output() for request in requests]
 
 
-def check_answers(directory: Path, layout: str, settings: dict[str, Any], check: Check | None = None) -> None:
-    """With drafts that are right and wrong, then with the drafter's own, cached and not: bits are those without."""
+def check_answers(
+    directory: Path, layout: str, settings: dict[str, Any], check: Check | None = None, **others: Any
+) -> None:
+    """With drafts that are right and wrong, then with the drafter's own, cached and not: bits are those without.
+
+    ``others`` are settings with and without drafts.
+    """
     prompts = models.prompts(509)
-    same = {"num_gpu_blocks_override": 99, **METRICS}
+    same = {"num_gpu_blocks_override": 99, **METRICS, **others}
     with LLM(str(directory), **settings_of(layout, **same)) as llm:
         is_exact = llm.plan.models[0].kernel.name == "native"
         expected = llm.generate(prompts, PARAMS, use_tqdm=False)
@@ -130,7 +136,8 @@ def test_a_dense_model_drafts(name: str, layout: str, tmp_path: Path) -> None:
     make(name, tmp_path / "model")
     (tmp_path / "drafter").mkdir()
     write_checkpoint(tmp_path / "drafter", {**LLAMA, "vocab_size": 509, "max_position_embeddings": 96}, 1)
-    check_answers(tmp_path / "model", layout, speculation("draft_model", model=str(tmp_path / "drafter")))
+    settings = speculation("draft_model", model=str(tmp_path / "drafter"))
+    check_answers(tmp_path / "model", layout, settings, **hybrids.EXACT.get(name, {}))
 
 
 class Layer:

@@ -17,8 +17,10 @@ from tests.sequences import NoState
 
 torch = pytest.importorskip("torch")
 
-DRAFTED = [("falcon-h1", "tp2"), ("lfm2", "pp2"), ("mamba2", "tp1"), ("qwen3-next", "dp2")]
+DRAFTED = [("falcon-h1", "tp2"), ("lfm2", "pp2"), ("mamba2", "tp1"), ("qwen3-next", "dp2"), ("kimi-linear", "tp2")]
 METRICS = {"disable_log_stats": False}
+EXACT: dict[str, dict[str, Any]] = {"kimi-linear": {"deterministic": True}}
+"""Settings with which native kernels give the same bits in every batch; most families need none."""
 EXPERTS = {"ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True}}
 EXPERTS |= {"experts2": {"expert_parallel_size": 2, "layout": "expert_gather"}}
 NAMES = ("tp1", "tp2", "tp4", "dp2", "pp2", "sequence2", "context2", "whole-attention4", *EXPERTS)
@@ -39,6 +41,9 @@ FALCON |= {"ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "mlp_multipliers": [0.8
 FALCON |= {"embedding_multiplier": 1.4, "lm_head_multiplier": 0.5}
 NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 20, "hidden_size": 48}
 NEMOTRON |= {"layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"]}
+KIMI = {"linear_num_heads": 4, "linear_head_dim": 12, "num_hidden_layers": 4, "hidden_size": 40}
+KIMI |= {"num_key_value_heads": 8, "kv_lora_rank": 24, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
+KIMI |= {"num_local_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "routed_scaling_factor": 1.5}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 40}
 VISION |= {"num_position_embeddings": 16}
 ROWS = {
@@ -95,6 +100,21 @@ ROWS = {
         fast=("tp2",),
         num_experts=6,
     ),
+    "kimi-linear": Row(
+        family="KimiLinear",
+        raw=KIMI | {"layer_types": ["linear_attention", "full_attention"] * 2},
+        fast=("tp2", "ep2"),
+        num_experts=6,
+    ),
+    "kimi-linear-groups": Row(
+        family="KimiLinear",
+        raw=KIMI
+        | {"linear_attn_config": {"kda_layers": [1, 2, 4], "full_attn_layers": [3], "num_heads": 8, "head_dim": 6}}
+        | {"q_lora_rank": 20, "n_group": 3, "topk_group": 2, "n_shared_experts": 2, "linear_conv_kernel_dim": 3}
+        | {"attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
+        fast=(),
+        num_experts=6,
+    ),
     "lfm2": Row(family="Lfm2", raw=LFM2 | {"conv_bias": True}, fast=("tp2", "pp2")),
     "lfm2-tied": Row(
         family="Lfm2",
@@ -126,11 +146,11 @@ def make_hf(row: Row) -> Any:
     embed_gain = 0.1 if config.get_text_config().tie_word_embeddings else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
+            if name.endswith("A_log"):
+                parameter.uniform_(0.002, 0.2).log_()
+            elif parameter.ndim >= 2:
                 gain = 6.0 if "lm_head" in name else embed_gain if "embed" in name else 1.6
                 parameter.normal_(0.0, gain if "embed" in name else gain * parameter.shape[-1] ** -0.5)
-            elif name.endswith("A_log"):
-                parameter.uniform_(0.002, 0.2).log_()
             elif "norm" in name and name.endswith("weight"):
                 parameter.uniform_(0.5, 1.5)
             else:
@@ -207,7 +227,9 @@ def test_a_module_on_its_own_gives_the_logits_of_transformers(
     np.testing.assert_allclose(np.asarray(model(tokens)), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["qwen3-5", "lfm2", pytest.param("falcon-h1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["qwen3-5", "lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("falcon-h1", "kimi-linear"))]
+)
 @pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_shared_prefix_is_not_computed_again(
     name: str, is_async: bool, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
@@ -217,8 +239,9 @@ def test_a_shared_prefix_is_not_computed_again(
     monkeypatch.setattr("jaxserve.scheduling.context_states._DISTANCE", 8)
     made = checkpoint(name)
     first = made.prompts[-1]
-    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1)
-    with LLM(str(made.directory), **settings_of("tp1", async_scheduling=is_async, num_gpu_blocks_override=99)) as llm:
+    params, exact = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1), EXACT.get(name, {})
+    settings = settings_of("tp1", async_scheduling=is_async, num_gpu_blocks_override=99, **exact)
+    with LLM(str(made.directory), **settings) as llm:
         is_exact = llm.plan.models[0].kernel.name == "native"
         (cold,) = llm.generate([first], params, use_tqdm=False)
         answer = cold.outputs[0].token_ids
@@ -232,7 +255,7 @@ def test_a_shared_prefix_is_not_computed_again(
         outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in others]
         again = llm.generate(others, params, use_tqdm=False)
     assert answer == made.expected[-1][:12]
-    with LLM(str(made.directory), **settings_of("tp1", enable_prefix_caching=False)) as llm:
+    with LLM(str(made.directory), **settings_of("tp1", enable_prefix_caching=False, **exact)) as llm:
         expected = llm.generate(others, params, use_tqdm=False)
     for found in (outputs, again):
         assert [output.outputs[0].token_ids for output in found] == [each.outputs[0].token_ids for each in expected]
@@ -269,6 +292,7 @@ def test_rejected_drafts_leave_no_trace(
     made = checkpoint(name)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, logprobs=1, frequency_penalty=penalty)
     settings = settings_of(layout, num_gpu_blocks_override=99, logprobs_mode="processed_logprobs")
+    settings |= EXACT.get(name, {})
     with LLM(str(made.directory), **settings) as llm:
         is_exact = llm.plan.models[0].kernel.name == "native"
         expected = llm.generate(made.prompts, params, use_tqdm=False)

@@ -74,6 +74,17 @@ def test_layers_and_rotary_embeddings_of_every_family(architecture: str) -> None
         ("Afmoe", {"scoring_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
         ("Mixtral", {"scoring_func": "sigmoid"}, "scoring_func: expected softmax, got 'sigmoid'"),
         ("Glm4Moe", {"topk_method": "greedy"}, "topk_method: expected noaux_tc, got 'greedy'"),
+        ("KimiLinear", {"moe_router_activation_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
+        (
+            "KimiLinear",
+            {"mla_use_nope": False},
+            "mla_use_nope: expected true: attention with a rotary embedding is not supported here",
+        ),
+        (
+            "KimiLinear",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "rope_scaling: expected none, as attention has no rotary embedding, got linear",
+        ),
         (
             "DeepseekV32",
             {"layer_types": ["mamba"] * 2},
@@ -89,6 +100,36 @@ def test_layers_and_rotary_embeddings_of_every_family(architecture: str) -> None
 )
 def test_lists_and_routers_of_some_families(architecture: str, fields: dict[str, Any], expected: str) -> None:
     assert problems(f"{architecture}ForCausalLM", **fields) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"kda_layers": [1, 2], "full_attn_layers": [2]}, ".full_attn_layers: has layers that are listed already: 2"),
+        ({"kda_layers": [2, 2], "full_attn_layers": [1]}, ".kda_layers: has layers that are listed already: 2"),
+        (
+            {"kda_layers": [], "full_attn_layers": [2]},
+            ".kda_layers: neither this nor full_attn_layers has the layers 1",
+        ),
+        (
+            {"kda_layers": [0, 3, True], "full_attn_layers": [1, 2]},
+            ".kda_layers: expected numbers of layers, 1 to 2, got 0, 3, True",
+        ),
+        ({"full_attn_layers": [1, 2]}, ".kda_layers: expected numbers of layers, 1 to 2, but it is missing"),
+        ({"num_heads": 4}, ".num_heads: expected 8, as linear_num_heads says, got 4"),
+        ({"short_conv_kernel_size": 1}, ".short_conv_kernel_size: expected an integer from 2 to 2147483647, got 1"),
+    ],
+)
+def test_lists_and_sizes_of_kimi_linear(fields: dict[str, Any], expected: str) -> None:
+    found = problems("KimiLinearForCausalLM", layer_types=None, linear_num_heads=8, linear_attn_config=fields)
+    assert found == [f"linear_attn_config{expected}"]
+
+
+def test_kimi_linear_has_what_its_config_says_twice() -> None:
+    lists = {"kda_layers": [1], "full_attn_layers": [2], "head_dim": 16}
+    assert problems("KimiLinearForCausalLM", layer_types=None, linear_attn_config=lists) == []
+    expected = "layer_types: differs from the lists in linear_attn_config, which count from 1, in 1"
+    assert problems("KimiLinearForCausalLM", linear_attn_config=lists) == [expected]
 
 
 def test_words_that_published_files_have() -> None:

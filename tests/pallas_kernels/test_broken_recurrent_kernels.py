@@ -14,9 +14,11 @@ from tests.pallas_kernels.test_broken_kernels import Fault, assert_noticed, repl
 
 CASES: dict[str, Any] = {
     "delta_net": delta_net.CASES["ragged"],
+    "key_decays": delta_net.CASES["key_decays"],
     "mamba2": mamba2.CASES["ragged"],
     "short_convolution": short_convolution.CASES["with_bias"],
 }
+OPERATION_OF = {name: "delta_net" if name == "key_decays" else name for name in CASES}
 ROWS = {name: ("native", "xla") for name in CASES}
 
 
@@ -110,15 +112,22 @@ def weight_faults(name: str) -> dict[str, Callable[..., Any]]:
             *others,
         )
 
-    fields = {"delta_net": ("a_log", "dt_bias"), "mamba2": ("a_log", "dt_bias", "d")}.get(name, ())
+    fields = {"delta_net": ("a_log", "dt_bias"), "mamba2": ("a_log", "dt_bias", "d")}.get(OPERATION_OF[name], ())
     faults = {f"{field}_of_the_next_head": with_field(field, lambda x: jnp.roll(x, 1)) for field in fields}
-    if name != "delta_net":
+    if OPERATION_OF[name] != "delta_net":
         faults["no_bias"] = changed_weights(lambda c: c._replace(bias=None))
     return faults
 
 
+def is_slow(name: str, row: str, fault: str) -> bool:
+    """Whether other cases cover it: those of native kernels, and with one decay per head what is not about decays."""
+    return row == "xla" or (name == "key_decays" and fault not in weight_faults(name))
+
+
 FAULTS = [
-    pytest.param(name, row, fault, marks=pytest.mark.slow if row == "xla" else (), id=f"{name}-{row}-{fault}")
+    pytest.param(
+        name, row, fault, marks=pytest.mark.slow if is_slow(name, row, fault) else (), id=f"{name}-{row}-{fault}"
+    )
     for name, rows in ROWS.items()
     for row in rows
     for fault in (*BEFORE, *AFTER, *(weight_faults(name)))
@@ -130,8 +139,9 @@ def test_broken_update_is_noticed(monkeypatch, name, row, fault):
     if row == "native" and native_library.unavailable() is not None:
         pytest.skip(f"needs native kernels: {native_library.unavailable()}")
     before = (BEFORE | weight_faults(name)).get(fault)
-    implementation = registry.load(name, row)
-    assert_noticed(monkeypatch, name, row, CASES[name], broken_update(implementation, before, AFTER.get(fault)))
+    operation = OPERATION_OF[name]
+    broken = broken_update(registry.load(operation, row), before, AFTER.get(fault))
+    assert_noticed(monkeypatch, operation, row, CASES[name], broken)
 
 
 def of_another(token: int = 0, head: int = 0) -> Fault:
@@ -165,6 +175,6 @@ TRITON_FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("fault", TRITON_FAULTS)
-@pytest.mark.parametrize("name", ["delta_net", "mamba2"])
+@pytest.mark.parametrize("name", ["delta_net", pytest.param("key_decays", marks=pytest.mark.slow), "mamba2"])
 def test_broken_triton_kernel_is_noticed(monkeypatch, name, fault):
-    assert_noticed(monkeypatch, name, "pallas-interpret", CASES[name], TRITON_FAULTS[fault])
+    assert_noticed(monkeypatch, OPERATION_OF[name], "pallas-interpret", CASES[name], TRITON_FAULTS[fault])

@@ -30,13 +30,19 @@ LENGTH = 100
 ROWS = (Row(LENGTH, is_new=True, snapshots=(5, 77)), Row(3), Row(1))
 CASES: dict[str, Any] = {
     "delta_net": delta_net.Case(ROWS, key_dim=20, value_dim=48),
+    "key_decays": delta_net.Case(ROWS, key_dim=21, value_dim=48, has_key_decays=True),
     "mamba2": mamba2.Case(ROWS, head_dim=24, state_dim=20, norm_groups=1),
     "short_convolution": short_convolution.Case(ROWS, num_channels=200),
 }
 OPERATIONS: dict[str, Any] = {"delta_net": delta_net, "mamba2": mamba2, "short_convolution": short_convolution}
+OPERATION_OF = {name: "delta_net" if name == "key_decays" else name for name in CASES}
 ROWS_OF = {"native": needs_native, "xla": ()}
 IMPLEMENTATIONS = [
-    pytest.param(name, row, marks=marks, id=f"{name}-{row}") for name in CASES for row, marks in ROWS_OF.items()
+    pytest.param(
+        name, row, marks=pytest.mark.slow if (name, row) == ("key_decays", "xla") else marks, id=f"{name}-{row}"
+    )
+    for name in CASES
+    for row, marks in ROWS_OF.items()
 ]
 
 
@@ -49,9 +55,9 @@ def threads():
 
 def prepared_inputs(name: str, row: str) -> Any:
     """The prepared inputs of the operation's case."""
-    op, case = OPERATIONS[name], CASES[name]
+    op, case = OPERATIONS[OPERATION_OF[name]], CASES[name]
     inputs = compiled(op.make_inputs, case)(jax.random.key(5))
-    return compiled(op.prepare, load(name, row), case)(inputs)
+    return compiled(op.prepare, load(OPERATION_OF[name], row), case)(inputs)
 
 
 def arrays_of(prepared: Any) -> tuple[jax.Array, ...]:
@@ -70,11 +76,11 @@ def update(name: str, row: str, prepared: Any) -> tuple[np.ndarray, tuple[jax.Ar
 
 
 def call(name: str, row: str, prepared: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    case, implementation = CASES[name], load(name, row)
+    case, implementation = CASES[name], load(OPERATION_OF[name], row)
     if name == "short_convolution":
         y, tail = implementation.update(*prepared)
         return y, (tail,)
-    if name == "delta_net":
+    if OPERATION_OF[name] == "delta_net":
         y, states = implementation.update(*prepared, sizes=case.heads, eps=1e-6)
     else:
         norm = mamba2.GroupNorm(prepared.norm_weight, 1e-5, case.norm_groups)
@@ -225,7 +231,7 @@ def test_rows_outside_of_the_arrays_are_errors(name, change):
     rows = prepared.rows._asdict()
     first = {field: value[: 2 if "snapshot" in field else 3] for field, value in rows.items()}
     rows = StateRows(**(first | change))
-    with pytest.raises(Exception, match=f"jaxserve_{name}: rows name tokens or pages that do not exist"):
+    with pytest.raises(Exception, match=f"jaxserve_{OPERATION_OF[name]}: rows name tokens or pages that do not exist"):
         update(name, "native", prepared._replace(rows=rows))
 
 
@@ -240,7 +246,9 @@ def test_operands_that_do_not_go_together_are_errors():
             with_arrays(prepared, (arrays[0][:1], *arrays[1:])) if len(arrays) == 2 else None,
         ):
             if other is not None:
-                with pytest.raises(Exception, match=f"jaxserve_{name}: shapes or dtypes do not go together"):
+                with pytest.raises(
+                    Exception, match=f"jaxserve_{OPERATION_OF[name]}: shapes or dtypes do not go together"
+                ):
                     update(name, "native", other)
 
 

@@ -31,7 +31,13 @@ SETTINGS: dict[str, Any] = {
 }
 MESHES = ("tensor=2", "data=2", "stage=2", "tensor=4", "data=2,stage=2", "tensor=1")
 EXPERTS = ("tensor=2", "expert=2", "stage=2", "tensor=2,expert=2", "data=2")
-ALIKE = ("qwen3-5-vision", "falcon-h1-plain", "falcon-h1-gate-first", "lfm2-tied")  # their layers are those of others
+ALIKE = (
+    "qwen3-5-vision",
+    "falcon-h1-plain",
+    "falcon-h1-gate-first",
+    "lfm2-tied",
+    "kimi-linear-groups",
+)  # their layers are those of others
 
 
 def rows() -> list[Any]:
