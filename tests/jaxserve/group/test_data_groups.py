@@ -239,7 +239,7 @@ def test_the_command_of_a_follower_is_that_of_its_group_alone() -> None:
     add_arguments(parser)
     arguments, _, group = serve_arguments(parser.parse_args(command[1:]))
     same = {"mesh": "data=1,stage=2,tensor=1,expert=1", "seed": 4, "data_parallel_size": 1, "model": "demo"}
-    assert arguments == same and group.replicas(command) is None
+    assert arguments == same and group.replicas(command, arguments) is None
     assert EngineConfig.from_arguments(**own, model="demo").mesh == EngineConfig.from_arguments(**arguments).mesh
 
 
