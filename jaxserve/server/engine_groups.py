@@ -25,6 +25,7 @@ from jaxserve.group.replicas import (
 from jaxserve.group.settings import GroupPlace
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_queries import EngineQueries
+from jaxserve.server.group_moves import merged_report, mesh_of_each
 from jaxserve.server.node_group import group_of_nodes
 from jaxserve.server.nodes import Nodes
 from jaxserve.server.replica_group import ReplicaGroup, local_group
@@ -70,6 +71,7 @@ class EngineGroups(EngineQueries):
         self._supervisors: list[asyncio.Task[None]] = []
         self._is_up, self._is_down = asyncio.Event(), asyncio.Event()
         self._reason = ""
+        self._is_moving = False
         self._first: tuple[int, dict[str, str]] | None = None
         self.on_change: Callable[[], None] = lambda: None
 
@@ -228,15 +230,39 @@ class EngineGroups(EngineQueries):
         return list(itertools.chain(*aborted.values()))
 
     async def reshard(self, mesh: str | None, layout: str | None) -> dict[str, Any]:
-        """Refuse to move the engine.
+        """Move all groups that are ready, one after the other: each pauses alone, and the others serve.
+
+        Args:
+            mesh: The mesh of all groups, with as many data slices as before.
+            layout: Name of the layout.
 
         Raises:
-            RequestError: Always.
+            RequestError: The mesh or layout is invalid for a group, or another reshard is running. Groups before it
+                have moved, as the message says.
+            EngineDeadError: A move failed, and its group has ended.
         """
-        raise RequestError(
-            f"the engine runs as {len(self._groups)} groups of processes, which neither merge nor split: it cannot be "
-            "resharded; start it with another mesh"
-        )
+        own = mesh_of_each(mesh, len(self._groups))
+        self._choose()
+        if self._is_moving:
+            raise RequestError("another reshard is running")
+        self._is_moving, moved = True, dict[int, dict[str, Any]]()
+        try:
+            for index, group in enumerate(self._groups):
+                if not group.is_alive:
+                    continue
+                try:
+                    moved[index] = await group.reshard(own, layout)
+                except RequestError as error:
+                    if not moved:
+                        raise
+                    done = ", ".join(map(str, moved))
+                    text = f"group {index} did not move: {error}; of the groups, {done} have moved"
+                    raise RequestError(text) from error
+        finally:
+            self._is_moving = False
+        if not moved:
+            raise EngineDeadError(f"the engine process ended: {self._reason}")
+        return merged_report(list(moved.values()), len(self._groups))
 
     async def metrics(self) -> list[Metric]:
         """Return the current metrics of all groups that are ready, each with the group's index as label ``engine``."""
