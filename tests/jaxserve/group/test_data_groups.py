@@ -23,6 +23,7 @@ from jaxserve.server.command import add_arguments, serve_arguments
 from jaxserve.server.engine_groups import group_arguments
 from jaxserve.server.replica_group import own_flags
 from scripts.server_child import RunningServer
+from tests.faults.test_monitoring import alerts, assert_served, panels
 from tests.group_server import (
     answers,
     assert_gone,
@@ -88,6 +89,7 @@ def test_two_groups_answer_as_one_engine_and_one_outlives_the_other() -> None:
             for index, is_up in ((0, 1), (1, 0))
         ] == [True, True]
         assert answers(server) == found
+        assert_served(server, [*alerts(), *panels()])
         kill(engines(server)[0])
         assert server.wait() == 70
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "dtype": "float32"}
@@ -127,7 +129,8 @@ def test_operators_reach_both_groups() -> None:
         admin.reset_prefix_cache()
         assert num_cached() == [0, 0]
         streams = begin()
-        assert admin.load().num_running == 2
+        load = admin.load()
+        assert load.num_running == 2 and [(each.is_up, each.num_running) for each in load.groups] == [(True, 1)] * 2
         firsts = [next(stream) for stream in streams]
         names = [first.request_id for first in firsts]
         assert {*admin.abort([*names, "nobody's"])} == {*names}

@@ -13,7 +13,9 @@ from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_groups import EngineGroups
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
+from jaxserve.server.grpc_api.services import AdminServicer
 from jaxserve.server.metrics import metrics_text
+from jaxserve.server.proto.jaxserve.v1 import admin_pb2
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import EngineInfo
 from tests.jaxserve.server.test_status_page import client_of
@@ -212,6 +214,21 @@ def test_everybody_sees_which_groups_are_up() -> None:
     assert client_of(frontend).get("/status.json").json()["groups_up"] == [True, False]
     groups[0].is_up = False
     assert 'jaxserve:group_up{model_name="tiny",engine="0"} 0' in asyncio.run(metrics_text(frontend))
+
+
+def test_operators_see_the_load_of_each_group() -> None:
+    groups = [FakeGroup(), FakeGroup()]
+    frontend = Frontend(ServerConfig(), groups_of(*groups), "tiny")
+    servicer: Any = AdminServicer(frontend, lambda timeout_s: None)
+    groups[1].is_up = False
+    load = asyncio.run(servicer.GetLoad(admin_pb2.GetLoadRequest(), None))
+    first = admin_pb2.GroupLoad(
+        is_up=True, num_running=load.num_running, num_waiting=load.num_waiting, kv_cache_usage=load.kv_cache_usage
+    )
+    assert list(load.groups) == [first, admin_pb2.GroupLoad()] and load.num_running > 0 and load.num_waiting > 0
+    groups[1].is_up = True
+    both = asyncio.run(servicer.GetLoad(admin_pb2.GetLoadRequest(), None))
+    assert list(both.groups) == [first] * 2 and both.num_running == 2 * load.num_running
 
 
 def test_a_group_that_has_ended_is_in_no_counter() -> None:
