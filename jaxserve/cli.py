@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxserve.api.errors import ConfigError, JaxserveError
 from jaxserve.api.outputs import RequestOutput
@@ -25,6 +25,7 @@ from jaxserve.cli_arguments import (
     sampling_arguments,
 )
 from jaxserve.group import launch
+from jaxserve.group.settings import GroupPlace
 from jaxserve.log_output import queued_log
 from jaxserve.server import command
 from jaxserve.standard_streams import STATUS_FAILED, standard_streams
@@ -167,16 +168,25 @@ def _serve(options: argparse.Namespace) -> None:
         from jaxserve.group.ray_cluster import RayLauncher
 
         sys.exit(RayLauncher(options.given, group, arguments, config.restart_engine, config.insecure).run())
+    replicas = group.replicas(options.given, arguments)
     place = None if group.is_alone else group.place(end=lambda: os.kill(os.getpid(), signal.SIGTERM))
     if place is not None and group.headless and config.restart_engine and group.group_secret_fd is None:
         sys.exit(launch.follow(options.given))
-    if place is not None and group.headless:
-        from jaxserve.group.follower import run_follower
+    if place is not None and group.headless and replicas is not None:
+        from jaxserve.server.node import run_node
 
-        run_follower(arguments, place)
+        sys.exit(run_node(arguments, place, replicas, config.log_format, _follow))
+    if place is not None and group.headless:
+        _follow(arguments, place)
     with queued_log(config.log_format):
-        status = asyncio.run(serve(arguments, config, place, group.replicas(options.given)))
+        status = asyncio.run(serve(arguments, config, place, replicas))
     sys.exit(status)
+
+
+def _follow(arguments: Mapping[str, Any], place: GroupPlace) -> NoReturn:
+    from jaxserve.group.follower import run_follower
+
+    run_follower(arguments, place)
 
 
 def _generate(options: argparse.Namespace) -> None:

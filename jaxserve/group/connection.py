@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,15 @@ from jaxserve.group.messages import (
     ToLeader,
     Welcome,
 )
-from jaxserve.group.secure_link import SecureLink, reason_of
+from jaxserve.group.secure_link import SecureLink, check_certificate, is_distrust, reason_of
 from jaxserve.group.settings import GroupPlace, host_name
 
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 10.0
 _NONCE_BYTES = 32
+_RETRY_S = 0.2
+_NUM_PROBES = 3
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -94,6 +97,18 @@ class PeerConnection:
         """Set the time limit of sending and receiving."""
         self._link.settimeout(timeout_s)
 
+    def end_if_unreachable(self, limit_s: int) -> None:
+        """Let the system end the connection once the other machine has not answered it for some seconds."""
+        probe_s = max(1, limit_s // (_NUM_PROBES + 1))
+        for name, value in (
+            (socket.TCP_KEEPIDLE, probe_s),
+            (socket.TCP_KEEPINTVL, probe_s),
+            (socket.TCP_KEEPCNT, _NUM_PROBES),
+            (socket.TCP_USER_TIMEOUT, limit_s * 1000),
+        ):
+            self._link.setsockopt(socket.IPPROTO_TCP, name, value)
+        self._link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
     def close(self) -> None:
         """Close this side, also while another thread receives."""
         with contextlib.suppress(OSError):
@@ -147,6 +162,29 @@ def dial(address: str, port: int, place: GroupPlace, peer_name: str | None) -> P
         connection.set_timeout(None)
         failing.pop_all()
     return connection
+
+
+def join_leader(place: GroupPlace) -> PeerConnection:
+    """Connect to process 0, which may start later.
+
+    Raises:
+        ConfigError: It cannot be reached within ``join_timeout``, or does not want this process.
+    """
+    if place.certfile is not None:
+        check_certificate(place)
+    until_s = time.monotonic() + place.join_timeout
+    while True:
+        try:
+            return dial(place.address, place.port, place, peer_name=place.address)
+        except OSError as error:
+            if is_distrust(error):
+                raise ConfigError(f"process 0 at {place.address}:{place.port}: {reason_of(error)}") from error
+            if time.monotonic() > until_s:
+                raise ConfigError(
+                    f"rank {place.rank} (host {host_name()}) cannot join the group at {place.address}:{place.port} "
+                    f"within join_timeout={place.join_timeout:g} s: {error}"
+                ) from error
+            time.sleep(_RETRY_S)
 
 
 def admit(

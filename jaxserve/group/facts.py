@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,11 @@ import jax
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.build import EnginePlan, find_model, plan_engine
+from jaxserve.group.differences import common_settings
 from jaxserve.layers.cpu import cpu_key
 from pallas_kernels.native_library import unavailable
 from sharding.processes import Processes
 
-_OWN_SETTINGS = frozenset(
-    "model tokenizer download_dir hf_token compilation_cache_dir compilation_cache_max_bytes chat_template "
-    "disable_log_stats num_threads".split()
-)
-"""Settings that may differ: where files are on each host, and what only one process does."""
 _JAX_SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -29,7 +24,6 @@ _JAX_SETTINGS = (
     "jax_threefry_partitionable",
 )
 _HEAD_BYTES = 1 << 20
-_LEAST = ("num_pages", "max_model_len")
 _MOST_FILES = 10_000
 
 
@@ -38,10 +32,16 @@ def early_facts(config: EngineConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {name: importlib.metadata.version(name) for name in ("jaxserve", "jax", "jaxlib", "flax")}
     facts |= {f"setting {name}": repr(jax.config.values.get(name)) for name in _JAX_SETTINGS}
     facts["variable XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
-    for field in dataclasses.fields(config):
-        if field.name not in _OWN_SETTINGS:
-            facts[f"setting {field.name}"] = repr(getattr(config, field.name))
-    return facts | {f"model file {name}": said for name, said in _files(find_model(config))}
+    return facts | common_settings(config) | model_files(find_model(config))
+
+
+def model_files(model: Path) -> dict[str, str]:
+    """Return the size of each file of a model, with a hash of its beginning, which has its headers.
+
+    Args:
+        model: Its directory, or its only file.
+    """
+    return {f"model file {name}": said for name, said in _files(model)}
 
 
 def _files(model: Path) -> list[tuple[str, str]]:
@@ -92,27 +92,6 @@ def plan_facts(plan: EnginePlan) -> dict[str, Any]:
     if device.platform == "cpu":
         own |= {"CPU": cpu_key(), "native kernels": unavailable() or "there"}
     return own
-
-
-def least(facts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the least of each number that may differ between hosts."""
-    return {name: min(each[name] for each in facts) for name in _LEAST if name in facts[0]}
-
-
-def difference(facts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | None:
-    """Return the first difference between the facts of process 0 and another one, in words; None if there is none.
-
-    Args:
-        facts: What each process is about to run, in the order of ranks.
-        names: What to call each process.
-    """
-    first = facts[0]
-    for rank, other in enumerate(facts):
-        for name in dict.fromkeys((*first, *other)):
-            mine, theirs = first.get(name, "none"), other.get(name, "none")
-            if name not in _LEAST and mine != theirs:
-                return f"{names[rank]} differs from {names[0]} in {name}: {theirs} instead of {mine}"
-    return None
 
 
 def agreed_plan(config: EngineConfig, plan: EnginePlan, numbers: dict[str, int], processes: Processes) -> EnginePlan:

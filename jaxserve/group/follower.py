@@ -17,13 +17,12 @@ from typing import Any, NoReturn
 import jax
 
 from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
-from jaxserve.api.errors import ConfigError
 from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED
 from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.device.program_cache import check_entries, use_compilation_cache
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.start import make_runners
-from jaxserve.group.connection import PeerConnection, dial
+from jaxserve.group.connection import join_leader
 from jaxserve.group.digests import Digests
 from jaxserve.group.facts import agreed_plan, early_facts, plan_facts
 from jaxserve.group.job import join_job
@@ -54,8 +53,7 @@ from jaxserve.group.messages import (
 from jaxserve.group.moving_follower import FollowerMoves
 from jaxserve.group.peers import Peers
 from jaxserve.group.results import encode_results
-from jaxserve.group.secure_link import check_certificate, is_distrust, reason_of
-from jaxserve.group.settings import GroupPlace, host_name
+from jaxserve.group.settings import GroupPlace
 from jaxserve.group.stage_ranks import StageRanks
 from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.models.loading import check_weights
@@ -68,7 +66,6 @@ _BEAT_S = 1.0
 _SILENT_S = 15.0  # the leader notices a silent follower before
 _SILENT_AT_START_S = 90.0
 _FAREWELL_S = 3.0  # for the leader's reason
-_RETRY_S = 0.2
 
 
 def run_follower(arguments: Mapping[str, Any], place: GroupPlace) -> NoReturn:
@@ -114,7 +111,7 @@ class LeaderLink:
         self.is_preparing = False
         self._silent_s = 0.0
         self._num_signals = 0
-        self._connection = _connected(place)
+        self._connection = join_leader(place)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._signalled)
         threading.Thread(target=self._read, name="jaxserve-leader", daemon=True).start()
@@ -287,29 +284,6 @@ class Follower:
     def _forget(self) -> None:
         self._sent = SentRows()
         self._digests = Digests()
-
-
-def _connected(place: GroupPlace) -> PeerConnection:
-    """Connect to process 0, which may start later.
-
-    Raises:
-        ConfigError: It cannot be reached within ``join_timeout``, or does not want this process.
-    """
-    if place.certfile is not None:
-        check_certificate(place)
-    until_s = time.monotonic() + place.join_timeout
-    while True:
-        try:
-            return dial(place.address, place.port, place, peer_name=place.address)
-        except OSError as error:
-            if is_distrust(error):
-                raise ConfigError(f"process 0 at {place.address}:{place.port}: {reason_of(error)}") from error
-            if time.monotonic() > until_s:
-                raise ConfigError(
-                    f"rank {place.rank} (host {host_name()}) cannot join the group at {place.address}:{place.port} "
-                    f"within join_timeout={place.join_timeout:g} s: {error}"
-                ) from error
-            time.sleep(_RETRY_S)
 
 
 def _exit(status: int) -> NoReturn:

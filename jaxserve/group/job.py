@@ -11,9 +11,10 @@ from jaxserve.group.settings import GroupPlace, jax_has_mtls
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S = 60
-"""Seconds without a heartbeat after which JAX kills every process, or half of them if a heartbeat is not answered: more
-than twice as long as the group's own connections need to notice, so that all can say why they end."""
+HEARTBEAT_S = 30 * 86_400
+"""Seconds without a heartbeat after which JAX kills every process by SIGABRT, without a reason for clients:
+more than any machine is suspended, since JAX counts the time in which its processes were stopped too. The group's own
+connections do not, and name a process that is stopped, hangs or cannot be reached within seconds."""
 _SHUTDOWN_S = 5
 
 

@@ -14,7 +14,8 @@ from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.api.metric_types import Counter, Metric
 from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.group.connection import PeerConnection, admit, check_free, listen, machine_name, welcome
-from jaxserve.group.facts import agreed_plan, difference, early_facts, least, plan_facts
+from jaxserve.group.differences import difference, least
+from jaxserve.group.facts import agreed_plan, early_facts, plan_facts
 from jaxserve.group.job import join_job
 from jaxserve.group.members import Member, SilenceLimits
 from jaxserve.group.messages import (

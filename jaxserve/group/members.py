@@ -1,11 +1,9 @@
 """The followers of a group as its leader knows them."""
 
-import collections
 import contextlib
 import logging
 import queue
 import threading
-import time
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.group.connection import PeerConnection
@@ -113,15 +111,17 @@ class Steps:
         self.has_diverged = False
         self.digests = ""
         self._lock = threading.Lock()
-        self._in_flight = collections.OrderedDict[int, float]()
+        self._in_flight = set[int]()
+        self._late_s = 0.0
         self._own = dict[int, bytes]()
         self._theirs = dict[int, bytes]()
-        self._done_s = 0.0
 
     def launched(self, number: int) -> None:
         """Note that the leader has launched a step."""
         with self._lock:
-            self._in_flight[number] = time.monotonic()
+            if not self._in_flight:
+                self._late_s = 0.0
+            self._in_flight.add(number)
 
     def computed(self, number: int, digest: bytes) -> bool:
         """Note the leader's digest of a step; return whether the follower's, if it has come, is the same."""
@@ -133,8 +133,8 @@ class Steps:
     def done(self, number: int, digest: bytes) -> None:
         """Note that the follower has finished a step."""
         with self._lock:
-            self.number, self._done_s = number, time.monotonic()
-            self._in_flight.pop(number, None)
+            self.number, self._late_s = number, 0.0
+            self._in_flight.discard(number)
             self._theirs[number] = digest
             self._compare(number)
 
@@ -145,14 +145,14 @@ class Steps:
             self._own.clear()
             self._theirs.clear()
 
-    @property
-    def late_s(self) -> float:
-        """Seconds for which the follower has been at the oldest step in flight; 0 without any."""
+    def waited(self, passed_s: float) -> float:
+        """Note some more seconds; return those for which the follower has been at the oldest step in flight, 0 without
+        any."""
         with self._lock:
             if not self._in_flight:
                 return 0.0
-            first_s = next(iter(self._in_flight.values()))
-            return time.monotonic() - max(first_s, self._done_s)
+            self._late_s += passed_s
+            return self._late_s
 
     def _compare(self, number: int) -> None:
         if number in self._own and number in self._theirs:
@@ -181,9 +181,10 @@ class SilenceLimits:
         """Return what is wrong with a follower after some more seconds, not counting those in which this process itself
         was stopped."""
         member.silent_s += passed_s
+        late_s = member.steps.waited(passed_s)
         limit_s = _SILENT_S if self.is_running and not self.is_preparing else _SILENT_AT_START_S
         if member.silent_s > limit_s:
             return f"has sent nothing for {limit_s:g} s"
-        if member.steps.late_s > self._step_timeout:
+        if late_s > self._step_timeout:
             return f"has not finished a step within step_timeout={self._step_timeout:g} s"
         return None

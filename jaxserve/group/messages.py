@@ -1,4 +1,4 @@
-"""Messages between the leader of a group, process 0, and its followers, the others."""
+"""Messages between the leader of a group, process 0, and its followers, the others; and those of nodes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -250,12 +250,62 @@ class End:
     """Why the group failed; empty: it did not."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Start the engine process of a group on another node, and pass on what it and the front end send each other."""
+
+    nonce: bytes
+    """From it and the secret comes the secret of the group's own connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leading:
+    """The answer to ``Lead``."""
+
+    host: str
+    """Where process 0 of the group will listen, if it has others."""
+    port: int
+    clock_s: float
+    """``time.monotonic()`` of the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Start a process of a group that is not its process 0, which listens at this address; see ``Lead``."""
+
+    host: str
+    port: int
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next bytes that a front end and the engine process of another node send each other."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Send a signal to the process that the node has started."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The process that the node has started has ended; its exit status as ``subprocess`` has it."""
+
+    status: int
+
+
 AboutMoves = Prepare | MoveAgreed | Dismiss | Move | Write | Settle
-ToFollower = (
-    Challenge | Welcome | Joined | Agreed | Addresses | WarmUp | Launch | Reset | Beat | ShowStacks | End | AboutMoves
-)
+ToNode = Lead | Follow | Piece | Signal
+ToAll = Challenge | Welcome | Joined | Agreed | Addresses | WarmUp | Launch | Reset | Beat | ShowStacks | End
+ToFollower = ToAll | AboutMoves | ToNode
 OfMoves = MoveFacts | Prepared | Moved
-ToLeader = Hello | Facts | Listening | Ready | Done | Results | Beat | Stacks | Failed | OfMoves
+OfNode = Leading | Piece | Ended
+ToLeader = Hello | Facts | Listening | Ready | Done | Results | Beat | Stacks | Failed | OfMoves | OfNode
 
 CODEC = Codec(
     {
@@ -264,6 +314,7 @@ CODEC = Codec(
             *(Challenge, Hello, Welcome, Joined, Facts, Agreed, Ready, WarmUp, Launch, Reset, Done),
             *(Beat, ShowStacks, Stacks, Failed, End, Listening, Addresses, Shard, Results),
             *(Prepare, MoveFacts, MoveAgreed, Prepared, Dismiss, Move, Write, Moved, Settle),
+            *(Lead, Leading, Follow, Piece, Signal, Ended),
         )
     }
 )

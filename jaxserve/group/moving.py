@@ -11,7 +11,8 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError, JaxserveError
 from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.device.runner_interface import Runner
-from jaxserve.group.facts import agreed_plan, difference, least, plan_facts
+from jaxserve.group.differences import difference, least
+from jaxserve.group.facts import agreed_plan, plan_facts
 from jaxserve.group.group_runner import GroupRunner
 from jaxserve.group.leader import Leader
 from jaxserve.group.members import Member

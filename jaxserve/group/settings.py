@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jaxserve.api.errors import ConfigError
 from jaxserve.group.launchers import launched_settings
-from jaxserve.group.replicas import ReplicaGroups
+from jaxserve.group.replicas import ReplicaGroups, processes_of_each, sizes_of
 
 SECRET_BYTES = 32
 _MAX_PORT = 65534  # JAX's coordinator has the next one
@@ -25,6 +25,7 @@ class GroupConfig:
 
     Attributes:
         nnodes: Number of processes that run the engine together, each with as many devices; all get the same flags.
+            With data_parallel_size, each replica is a group of as many of them, in the order of node_rank.
         node_rank: Index of this process, from 0; process 0 plans the steps, and serves HTTP and gRPC.
         master_addr: Address of process 0, which the others connect to.
         master_port: Port at that address for the plans of steps; JAX's coordinator uses the next one.
@@ -166,15 +167,20 @@ class GroupConfig:
         """Whether one process runs the engine."""
         return self.nnodes == 1
 
-    def replicas(self, command: Sequence[str]) -> ReplicaGroups | None:
+    def replicas(self, command: Sequence[str], arguments: Mapping[str, Any]) -> ReplicaGroups | None:
         """Return how the replicas run as groups; None if they do not.
 
         Args:
             command: The command of ``jaxserve`` that serves them all.
+            arguments: Arguments of ``LLM``.
+
+        Raises:
+            ConfigError: The replicas cannot have equal numbers of the ``nnodes`` processes.
         """
-        if not self.processes_per_group:
-            return None
-        return ReplicaGroups(self.processes_per_group, command, self.join_timeout, self.step_timeout)
+        each = self.processes_per_group
+        if self.nnodes > 1 and (sizes := sizes_of(arguments))["data_parallel_size"] > 1:
+            each = processes_of_each(self.nnodes, sizes, "nnodes")
+        return ReplicaGroups(each, command, self.join_timeout, self.step_timeout) if each else None
 
     def place(self, end: Callable[[], None]) -> "GroupPlace":
         """Read the secret; return what this process needs to join.
@@ -220,6 +226,10 @@ class GroupPlace:
     certfile: str | None = None
     keyfile: str | None = None
     ca_certs: str | None = None
+
+    def in_group(self, address: str, port: int, count: int, rank: int, secret: bytes) -> "GroupPlace":
+        """Return the place of this node in a group that is one of several."""
+        return dataclasses.replace(self, address=address, port=port, count=count, rank=rank, secret=secret)
 
     @property
     def coordinator_port(self) -> int:

@@ -6,12 +6,12 @@ The front end renders conversations itself, so that the engine process is given 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, RequestError
@@ -24,7 +24,7 @@ from jaxserve.child_process import end_of
 from jaxserve.frames import HEADER, FrameError, check_length
 from jaxserve.group.settings import GroupPlace
 from jaxserve.server.byte_budget import rendering_bytes
-from jaxserve.server.engine_process.spawn import STACKS_SIGNAL, spawn_engine
+from jaxserve.server.engine_process.spawn import STACKS_SIGNAL, EngineProcess, Spawn, spawn_engine
 from jaxserve.server.engine_queries import EngineQueries
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.output_collector import OutputCollector, aborted
@@ -63,7 +63,7 @@ class EngineClient(EngineQueries):
         engine_arguments: Arguments of ``LLM``, all of them JSON values.
         config: The server's settings.
         group: Where the processes of the engine meet; None: there is one.
-        environment: Variables of the process besides this one's.
+        spawn: Starts the process, if not as one of this machine.
         group_name: What to call its group, if there are several.
 
     Attributes:
@@ -78,22 +78,21 @@ class EngineClient(EngineQueries):
         engine_arguments: Mapping[str, Any],
         config: ServerConfig,
         group: GroupPlace | None = None,
-        environment: Mapping[str, str] = MappingProxyType({}),
+        spawn: Spawn | None = None,
         group_name: str = "",
     ):
         config.check_engine(engine_arguments)
         self._arguments = dict(engine_arguments)
         self._config = config
         self.place = group
-        self._environment = environment
-        self._log_name = f"{group_name} rank 0" if group_name else "engine"
+        self._spawn = spawn or functools.partial(spawn_engine, config.log_format, {}, "engine")
         self._title = f"the engine process of {group_name}" if group_name else "the engine process"
         self._numbers = itertools.count(1)
         self._collectors: dict[int, OutputCollector] = {}
         self._names: dict[int, str] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._renderers: Renderers | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: EngineProcess | None = None
         self._info: EngineInfo | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -119,9 +118,7 @@ class EngineClient(EngineQueries):
             config.chat_template_timeout, config.chat_template_content_format, rendering_bytes(config)
         )
         try:
-            self._process, self._reader, self._writer = await spawn_engine(
-                config.log_format, self._environment, self._log_name
-            )
+            self._process, self._reader, self._writer, self._clock_ahead_s = await self._spawn()
             self._info = await self._shake_hands()
         except BaseException:
             await self.kill()
@@ -247,7 +244,7 @@ class EngineClient(EngineQueries):
         self._collectors[number] = collector
         self._names[number] = request.request_id
         try:
-            self._send(Submit(number, request, arrival_s, is_waiting))
+            self._send(Submit(number, request, arrival_s + self._clock_ahead_s, is_waiting))
             while True:
                 output = await collector.get()
                 yield output

@@ -9,16 +9,26 @@ import os
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
-from jaxserve.api.config_checks import MESH_FIELDS, parse_mesh
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError, RequestError
 from jaxserve.api.metric_types import Metric
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.turns import SHARED_TURN, Turn
-from jaxserve.group.replicas import ReplicaGroups, check_processes, devices_of_replica
+from jaxserve.group.differences import difference
+from jaxserve.group.replicas import (
+    ReplicaGroups,
+    arguments_of_groups,
+    check_processes,
+    devices_of_replica,
+    sizes_of,
+)
+from jaxserve.group.settings import GroupPlace
 from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_queries import EngineQueries
-from jaxserve.server.replica_group import ReplicaGroup
+from jaxserve.server.group_moves import merged_report, mesh_of_each
+from jaxserve.server.node_group import group_of_nodes
+from jaxserve.server.nodes import Nodes
+from jaxserve.server.replica_group import ReplicaGroup, local_group
 from jaxserve.server.restarts import Pauses
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import EngineInfo
@@ -34,24 +44,35 @@ class EngineGroups(EngineQueries):
         engine_arguments: Arguments of ``LLM``; ``data_parallel_size`` is the number of groups.
         config: The server's settings.
         replicas: How the groups are started.
+        place: Where the nodes that have the processes join this one; None: they are all on this machine.
 
     Attributes:
         on_change: Called when a group has ended or is ready again, and any is ready.
     """
 
-    def __init__(self, engine_arguments: Mapping[str, Any], config: ServerConfig, replicas: ReplicaGroups):
-        self._processes = [
-            ReplicaGroup(number, arguments, environments, config, replicas)
-            for number, (arguments, environments) in enumerate(
-                group_arguments(engine_arguments, os.environ, replicas.num_processes)
-            )
-        ]
+    def __init__(
+        self,
+        engine_arguments: Mapping[str, Any],
+        config: ServerConfig,
+        replicas: ReplicaGroups,
+        place: GroupPlace | None = None,
+    ):
+        self._nodes = None if place is None else Nodes(place, engine_arguments)
+        if self._nodes is None:
+            self._processes = local_groups(engine_arguments, config, replicas)
+        else:
+            self._processes = [
+                group_of_nodes(number, arguments, config, replicas, self._nodes)
+                for number, arguments in enumerate(arguments_of_groups(engine_arguments))
+            ]
         self._groups = [each.client for each in self._processes]
         self._num_seqs = [0] * len(self._groups)
         self._restarts = config.restart_engine
         self._supervisors: list[asyncio.Task[None]] = []
         self._is_up, self._is_down = asyncio.Event(), asyncio.Event()
         self._reason = ""
+        self._is_moving = False
+        self._first: tuple[int, dict[str, str]] | None = None
         self.on_change: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
@@ -64,15 +85,34 @@ class EngineGroups(EngineQueries):
         if self._supervisors:
             await self._is_up.wait()
             return
+        if self._nodes is not None:
+            self._nodes.open()
         try:
             async with asyncio.TaskGroup() as starting:
-                for group in self._processes:
-                    starting.create_task(group.start())
+                for index in range(len(self._processes)):
+                    starting.create_task(self._start(index))
         except* JaxserveError as errors:
-            await self.kill()
+            await self.kill(str(errors.exceptions[0]))
             raise errors.exceptions[0] from None
         self._is_up.set()
         self._supervisors = [asyncio.create_task(self._supervise(index)) for index in range(len(self._groups))]
+
+    async def _start(self, index: int) -> None:
+        """Start a group, which must have the same model as the others; only on other nodes it can be another one.
+
+        Raises:
+            JaxserveError: It did not start.
+        """
+        group = self._processes[index]
+        await group.start()
+        if self._nodes is None:
+            return
+        files = await group.client.model_files()
+        self._first = self._first or (index, files)
+        problem = difference([self._first[1], files], [f"group {self._first[0]}", f"group {index}"])
+        if problem is not None:
+            await group.kill()
+            raise ConfigError(problem)
 
     async def _supervise(self, index: int) -> None:
         """Tell of the ends of a group, and start it again if the engine is to be restarted."""
@@ -89,7 +129,7 @@ class EngineGroups(EngineQueries):
             while not group.client.is_alive:
                 await asyncio.sleep(pause_s)
                 try:
-                    await group.start()
+                    await self._start(index)
                 except JaxserveError:
                     logger.exception("group %d: the engine process could not be started again", index)
                     pause_s = pauses.longest_s
@@ -121,11 +161,15 @@ class EngineGroups(EngineQueries):
             supervisor.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
         await asyncio.gather(*(group.stop(drain_s, patience_s) for group in self._processes))
+        if self._nodes is not None:
+            self._nodes.close()
 
-    async def kill(self) -> None:
-        """End all processes at once."""
+    async def kill(self, reason: str = "") -> None:
+        """End all processes at once; ``reason`` says why they could not start."""
         for supervisor in self._supervisors:
             supervisor.cancel()
+        if self._nodes is not None:
+            self._nodes.close(reason)
         await asyncio.gather(*(group.kill() for group in self._processes))
 
     @property
@@ -186,15 +230,39 @@ class EngineGroups(EngineQueries):
         return list(itertools.chain(*aborted.values()))
 
     async def reshard(self, mesh: str | None, layout: str | None) -> dict[str, Any]:
-        """Refuse to move the engine.
+        """Move all groups that are ready, one after the other: each pauses alone, and the others serve.
+
+        Args:
+            mesh: The mesh of all groups, with as many data slices as before.
+            layout: Name of the layout.
 
         Raises:
-            RequestError: Always.
+            RequestError: The mesh or layout is invalid for a group, or another reshard is running. Groups before it
+                have moved, as the message says.
+            EngineDeadError: A move failed, and its group has ended.
         """
-        raise RequestError(
-            f"the engine runs as {len(self._groups)} groups of processes, which neither merge nor split: it cannot be "
-            "resharded; start it with another mesh"
-        )
+        own = mesh_of_each(mesh, len(self._groups))
+        self._choose()
+        if self._is_moving:
+            raise RequestError("another reshard is running")
+        self._is_moving, moved = True, dict[int, dict[str, Any]]()
+        try:
+            for index, group in enumerate(self._groups):
+                if not group.is_alive:
+                    continue
+                try:
+                    moved[index] = await group.reshard(own, layout)
+                except RequestError as error:
+                    if not moved:
+                        raise
+                    done = ", ".join(map(str, moved))
+                    text = f"group {index} did not move: {error}; of the groups, {done} have moved"
+                    raise RequestError(text) from error
+        finally:
+            self._is_moving = False
+        if not moved:
+            raise EngineDeadError(f"the engine process ended: {self._reason}")
+        return merged_report(list(moved.values()), len(self._groups))
 
     async def metrics(self) -> list[Metric]:
         """Return the current metrics of all groups that are ready, each with the group's index as label ``engine``."""
@@ -262,6 +330,17 @@ def merged_info(infos: Sequence[EngineInfo]) -> EngineInfo:
     return dataclasses.replace(first, model=model)
 
 
+def local_groups(
+    engine_arguments: Mapping[str, Any], config: ServerConfig, replicas: ReplicaGroups
+) -> list[ReplicaGroup]:
+    """Return groups whose processes are all on this machine."""
+    found = group_arguments(engine_arguments, os.environ, replicas.num_processes)
+    return [
+        local_group(number, arguments, environments, config, replicas)
+        for number, (arguments, environments) in enumerate(found)
+    ]
+
+
 def group_arguments(
     engine_arguments: Mapping[str, Any], environment: Mapping[str, str], num_processes: int = 1
 ) -> list[tuple[dict[str, Any], list[dict[str, str]]]]:
@@ -276,11 +355,8 @@ def group_arguments(
     Raises:
         ConfigError: There are too few GPUs, the processes cannot share them, or the mesh is wrong.
     """
-    given = dict(engine_arguments)
-    if given.get("mesh") is not None:
-        given |= parse_mesh(given["mesh"], given)
-    count = given.get("data_parallel_size", 1)
-    num_devices = devices_of_replica({name: given.get(name) or 1 for name in MESH_FIELDS.values()})
+    sizes = sizes_of(engine_arguments)
+    count, num_devices = sizes["data_parallel_size"], devices_of_replica(sizes)
     check_processes(num_processes, num_devices)
     named = environment.get("CUDA_VISIBLE_DEVICES")
     gpus = [str(i) for i in range(count * num_devices)] if named is None else [g for g in named.split(",") if g]
@@ -294,10 +370,7 @@ def group_arguments(
         {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number * each : (number + 1) * each])}
         for number in range(count * num_processes)
     ]
-    found = list[tuple[dict[str, Any], list[dict[str, str]]]]()
-    for index in range(count):
-        own = {**given, "data_parallel_size": 1, "seed": given.get("seed", 0) + index}  # else all would draw the same
-        if given.get("mesh") is not None:
-            own["mesh"] = ",".join(f"{axis}={own[name]}" for axis, name in MESH_FIELDS.items())
-        found.append((own, parts[index * num_processes : (index + 1) * num_processes]))
-    return found
+    return [
+        (own, parts[index * num_processes : (index + 1) * num_processes])
+        for index, own in enumerate(arguments_of_groups(engine_arguments))
+    ]

@@ -47,6 +47,10 @@ class EngineQueries(ABC):
         """Return what the model's files say about its tokenizer, and the chat template in use."""
         return await self._query("tokenizer_info")
 
+    async def model_files(self) -> dict[str, str]:
+        """Return the size of each of the model's files, with a hash of its beginning."""
+        return await self._query("model_files")
+
     async def metrics(self) -> list[Metric]:
         """Return the engine's current metrics."""
         return await self._query("metrics")

@@ -42,7 +42,7 @@ async def serve(
     Args:
         engine_arguments: Arguments of ``LLM``, including the model.
         config: The server's settings.
-        group: Where the processes of the engine meet; None: there is one.
+        group: Where the processes of the engine meet, or the nodes of its replicas; None: there is one.
         replicas: How the replicas run as groups; None: one engine has them all.
 
     Raises:
@@ -56,7 +56,7 @@ async def serve(
     if replicas is None:
         engine = EngineClient(engine_arguments, config, group)
     else:
-        engine = EngineGroups(engine_arguments, config, replicas)
+        engine = EngineGroups(engine_arguments, config, replicas, group)
     frontend = Frontend(config, engine, str(engine_arguments.get("model", "demo")))
     if isinstance(engine, EngineGroups):
         engine.on_change = frontend.reopen

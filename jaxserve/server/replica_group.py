@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -17,6 +19,7 @@ from jaxserve.group.replicas import ReplicaGroups
 from jaxserve.group.settings import SECRET_BYTES, GroupPlace
 from jaxserve.log_output import relayed
 from jaxserve.server.engine_client import EngineClient
+from jaxserve.server.engine_process.spawn import spawn_engine
 from jaxserve.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -24,55 +27,62 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 5.0  # for process 0 to say why, and for the others to end by themselves
 
 
-@final
-class ReplicaGroup:
-    """Starts, watches and ends the processes of a group on this machine.
-
-    Args:
-        number: Index of the group.
-        arguments: Arguments of ``LLM``.
-        environments: Variables of each process besides this one's, in the order of ranks.
-        config: The server's settings.
-        groups: How the processes are started.
+class OtherProcesses(ABC):
+    """The processes of a group besides number 0, the engine process.
 
     Attributes:
-        client: The client of the engine process, which has rank 0.
+        ends: A task for each of them, which gives its end in words.
     """
 
-    def __init__(
-        self,
-        number: int,
-        arguments: Mapping[str, Any],
-        environments: Sequence[Mapping[str, str]],
-        config: ServerConfig,
-        groups: ReplicaGroups,
-    ):
-        self._name = f"group {number}"
-        self._environments = environments
-        self._groups = groups
-        self._command = [*groups.command, *own_flags(arguments)]
-        self.client = EngineClient(arguments, config, environment=environments[0], group_name=self._name)
-        self._followers: list[asyncio.Task[str]] = []
-        self._processes: list[asyncio.subprocess.Process] = []
-        self._resources = contextlib.ExitStack()
+    ends: Sequence["asyncio.Task[str]"] = ()
+
+    @abstractmethod
+    async def start(self) -> GroupPlace | None:
+        """Start them; return what the engine process needs to join them, if this process has to tell it.
+
+        Raises:
+            ConfigError: A process cannot be started, or is missing.
+        """
+
+    @abstractmethod
+    async def end(self, patience_s: float) -> None:
+        """Wait for them, which end with the engine process; kill those that have not ended after some seconds."""
+
+
+@final
+class ReplicaGroup:
+    """Starts, watches and ends the processes of a group.
+
+    Args:
+        name: What to call it.
+        client: The client of the engine process, which has rank 0.
+        others: The other processes.
+
+    Attributes:
+        client: Likewise.
+    """
+
+    def __init__(self, name: str, client: EngineClient, others: OtherProcesses):
+        self._name = name
+        self.client = client
+        self._others = others
 
     async def start(self) -> None:
         """Start all processes; wait until the engine is ready.
 
         Raises:
-            ConfigError: A setting, the model or one of its files is wrong.
+            ConfigError: A setting, the model or one of its files is wrong, or a process is missing.
             EngineDeadError: A process ended by itself.
         """
         starting = None
         try:
-            if len(self._environments) > 1:
-                self.client.place = await self._start_followers()
+            self.client.place = await self._others.start()
             starting = asyncio.create_task(self.client.start())
-            await asyncio.wait([starting, *self._followers], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([starting, *self._others.ends], return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():  # process 0 says why, unless the other one ended before it joined
                 await asyncio.wait([starting], timeout=_PATIENCE_S)
             if not starting.done():
-                reason = next(follower.result() for follower in self._followers if follower.done())
+                reason = next(end.result() for end in self._others.ends if end.done())
                 raise EngineDeadError(f"{self._name} did not start: {reason}")
             starting.result()
         except BaseException:
@@ -84,27 +94,53 @@ class ReplicaGroup:
 
     async def wait_others(self) -> None:
         """Wait for the other processes after the engine process has ended; kill those that do not end."""
-        await self._end_followers(_PATIENCE_S)
+        await self._others.end(_PATIENCE_S)
 
     async def stop(self, drain_s: float, patience_s: float) -> None:
         """End all processes; see ``EngineClient.stop``."""
         await self.client.stop(drain_s, patience_s)
-        await self._end_followers(_PATIENCE_S)
+        await self._others.end(_PATIENCE_S)
 
     async def kill(self) -> None:
         """End all processes at once."""
         await self.client.kill()
-        await self._end_followers(0.0)
+        await self._others.end(0.0)
 
-    async def _start_followers(self) -> GroupPlace:
-        """Start the processes but for number 0; return what that one needs to join."""
+
+@final
+class LocalProcesses(OtherProcesses):
+    """Processes of a group on this machine.
+
+    Args:
+        name: What to call the group.
+        command: The command of ``jaxserve`` that each runs.
+        environments: Variables of each process besides this one's, in the order of ranks.
+        groups: How the processes are started.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], environments: Sequence[Mapping[str, str]], groups: ReplicaGroups
+    ):
+        self._name = name
+        self._command = command
+        self._environments = environments
+        self._groups = groups
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._resources = contextlib.ExitStack()
+
+    async def start(self) -> GroupPlace | None:
+        """Start the processes but for number 0, which this process tells where to join them."""
         count, secret, groups = len(self._environments), secrets.token_bytes(SECRET_BYTES), self._groups
+        if count == 1:
+            return None
         ports = PortPair()
         self._resources.callback(ports.close)
+        ends = list[asyncio.Task[str]]()
+        self.ends = ends
         for rank in range(1, count):
             process = await self._spawn(rank, ports.first, secret)
             self._processes.append(process)
-            self._followers.append(asyncio.create_task(self._watch(rank, process)))
+            ends.append(asyncio.create_task(self._watch(rank, process)))
         return GroupPlace(LOOPBACK, ports.first, count, 0, secret, groups.join_timeout, groups.step_timeout)
 
     async def _spawn(self, rank: int, port: int, secret: bytes) -> asyncio.subprocess.Process:
@@ -137,20 +173,43 @@ class ReplicaGroup:
             logger.error("%s: %s", self._name, reason)
         return reason
 
-    async def _end_followers(self, patience_s: float) -> None:
-        """Wait for the followers, which end with process 0; kill those that have not ended after some seconds."""
-        if self._followers:
-            await asyncio.wait(self._followers, timeout=patience_s)
-        for process, follower in zip(self._processes, self._followers, strict=True):
-            if not follower.done():
+    async def end(self, patience_s: float) -> None:
+        """Wait for the processes, and kill those that have not ended after some seconds."""
+        if self.ends:
+            await asyncio.wait(self.ends, timeout=patience_s)
+        for process, end in zip(self._processes, self.ends, strict=True):
+            if not end.done():
                 if patience_s:
                     logger.error("%s: process %d has not ended; it is killed", self._name, process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-        if self._followers:
-            await asyncio.wait(self._followers)
-        self._followers, self._processes = [], []
+        if self.ends:
+            await asyncio.wait(self.ends)
+        self.ends, self._processes = (), []
         self._resources.close()
+
+
+def local_group(
+    number: int,
+    arguments: Mapping[str, Any],
+    environments: Sequence[Mapping[str, str]],
+    config: ServerConfig,
+    groups: ReplicaGroups,
+) -> ReplicaGroup:
+    """Return a group whose processes are all on this machine.
+
+    Args:
+        number: Index of the group.
+        arguments: Arguments of ``LLM``.
+        environments: Variables of each process besides this one's, in the order of ranks.
+        config: The server's settings.
+        groups: How the processes are started.
+    """
+    name = f"group {number}"
+    spawn = functools.partial(spawn_engine, config.log_format, environments[0], f"{name} rank 0")
+    client = EngineClient(arguments, config, spawn=spawn, group_name=name)
+    command = [*groups.command, *own_flags(arguments)]
+    return ReplicaGroup(name, client, LocalProcesses(name, command, environments, groups))
 
 
 def own_flags(arguments: Mapping[str, Any]) -> list[str]:

@@ -63,7 +63,7 @@ class Submit:
     request: Request
     """Its prompt is text or token ids; of a conversation only the last message is left."""
     arrival_s: float
-    """When it arrived, in seconds of ``time.monotonic()``, which all processes of a machine share."""
+    """When it arrived, in seconds of the engine process's ``time.monotonic()``, which processes of a machine share."""
     is_waiting: bool = False
     """Whether to send its prompt's token ids before it runs, as an output without completions."""
 

@@ -23,6 +23,8 @@ from tests.hooks import injected
 pytestmark = pytest.mark.slow
 FLAGS = ("--tensor-parallel-size", "2", "--step-timeout", "5")
 BODY = {"prompt": "12+30=", "temperature": 0.0, "max_tokens": 8}
+SUSPENDED_S = 70.0
+AFTERWARDS_S = 15.0
 ENDED = "rank 1 of its processes ended, failed or is late"
 SAID = {
     injected.FOLLOWER_FAILS: ["Traceback", "InjectedError", "the group ends: rank 1 (host "],
@@ -49,6 +51,12 @@ class Group:
         """Status and message of a request of many tokens."""
         status, response = post(self.server, "/v1/completions", {**BODY, "max_tokens": max_tokens, "ignore_eos": True})
         return status, response.get("error", {}).get("message", "")
+
+    def ask_text(self) -> str:
+        """Text of a request of many tokens."""
+        status, response = post(self.server, "/v1/completions", {**BODY, "max_tokens": 200, "ignore_eos": True})
+        assert status == 200, response
+        return response["choices"][0]["text"]
 
     def ask_until_it_fails(self, answers: list[Any]) -> None:
         """Ask again and again; add the first answer that is no success, as one may end before a fault comes."""
@@ -100,6 +108,29 @@ def asking(group: Group) -> Iterator[list[Any]]:
 def test_a_killed_follower(group: Group, asking: list[Any]) -> None:
     kill(follower_pid(group.server))
     group.assert_ends("was killed by SIGKILL", "the group ends: rank 1 (host ", "has ended", within_s=8)
+
+
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
+def test_a_group_whose_machine_is_suspended(group: Group, is_busy: bool) -> None:
+    """All its processes stop for longer than any limit, and go on where they were: nobody was slow."""
+    expected, found = group.ask_text(), list[str]()
+    client = threading.Thread(target=lambda: found.append(group.ask_text()))
+    if is_busy:
+        (group.switches / injected.PAUSE).write_text("0.03")
+        client.start()
+        while group.num_running < 1:
+            time.sleep(0.05)
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in group.processes:
+            kill(pid, number)
+        if number == signal.SIGSTOP:
+            time.sleep(SUSPENDED_S)
+    if not is_busy:
+        client.start()
+    client.join()
+    assert found == [expected]
+    time.sleep(AFTERWARDS_S)  # for what would end the group only after a while
+    assert group.ask_text() == expected and family(group.server.process.pid) == group.processes
 
 
 def test_a_follower_killed_while_the_group_moves(group: Group, asking: list[Any]) -> None:

@@ -15,7 +15,16 @@ import pytest
 
 from jaxserve import LLM
 from tests.free_ports import free_ports
-from tests.group_server import answers, assert_gone, assert_same, expected_answers, family, post, secret_flags
+from tests.group_server import (
+    answers,
+    assert_gone,
+    assert_same,
+    expected_answers,
+    family,
+    post,
+    secret_flags,
+    text_of,
+)
 from tests.launched_server import ENGINE, started, when_ready
 from tests.slow_relay import slow_relay
 
@@ -90,9 +99,10 @@ def hosts() -> Iterator[list[Host]]:
         ip("link", "del", bridge)
 
 
-def expected() -> list[Any]:
+def expected(num_devices: int = 2) -> list[Any]:
     """The answers of one process."""
-    with LLM("demo", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256, tensor_parallel_size=2) as llm:
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256}
+    with LLM("demo", tensor_parallel_size=num_devices, **settings) as llm:
         return expected_answers(llm)
 
 
@@ -131,6 +141,38 @@ def test_two_hosts_and_a_link_that_goes_down(hosts: list[Host], secret: tuple[st
     assert f"the group ends: rank 1 (host {second.name}, " in logs[0].read_text(), logs[0].read_text()
     assert "its machine cannot be reached" in logs[0].read_text(), logs[0].read_text()
     assert "the group ends: process 0 has sent nothing for " in logs[1].read_text(), logs[1].read_text()
+
+
+def test_a_replica_on_each_host_and_a_link_that_goes_down(
+    hosts: list[Host], secret: tuple[str, str], tmp_path: Path
+) -> None:
+    """They answer as one process; when the link is cut, the other host's group ends, and this one's goes on."""
+    first, second = hosts
+    place = ("--nnodes", "2", "--master-addr", first.address, "--master-port", str(PORT), "--insecure", *secret)
+    flags = ("--data-parallel-size", "2", "--allowed-hosts", "*", *ENGINE, *place)
+    logs = [tmp_path / "log0", tmp_path / "log1"]
+    with contextlib.ExitStack() as stack:
+        node = stack.enter_context(started(second.words, logs[1], *flags, "--node-rank", "1", "--headless"))
+        role = ("--node-rank", "0", "--host", first.address)
+        front_end = stack.enter_context(started(first.words, logs[0], *flags, *role))
+        server = when_ready(front_end, logs[0])
+        assert f"rank 1 (host {second.name}, " in logs[0].read_text()
+        found = answers(server)
+        assert_same(found, expected(num_devices=1))
+        up = [f'jaxserve:group_up{{model_name="demo",engine="{index}"}} 1' for index in range(2)]
+        assert [line in text_of(server, "/metrics") for line in up] == [True, True]
+        processes = family(node.pid)
+        ip("link", "set", second.outer, "down")
+        assert node.wait(LAST_WORDS_S) == 70
+        assert_gone(processes, within_s=5)
+        until_s = time.monotonic() + LAST_WORDS_S
+        while (states := [line in text_of(server, "/metrics") for line in up]) != [True, False]:
+            assert time.monotonic() < until_s, states
+            time.sleep(0.2)
+        assert answers(server) == found
+        front_end.send_signal(signal.SIGTERM)
+        assert front_end.wait(LAST_WORDS_S) == 0
+    assert "the front end has ended, or cannot be reached" in logs[1].read_text(), logs[1].read_text()
 
 
 def test_a_slow_link_is_no_fault(secret: tuple[str, str], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.metrics import PREFIX
 from jaxserve.engine.startup import StartedEngine
+from jaxserve.group.facts import model_files
 from jaxserve.server.converted_tokens import check_converted
 from sharding import LAYOUTS
 
@@ -52,6 +53,7 @@ class Queries:
             "abort": loop.abort,
             "detokenize": self._detokenize,
             "metrics": self._metrics,
+            "model_files": self._model_files,
             "reshard": self._reshard,
             "reset_prefix_cache": self._reset_prefix_cache,
             "start_profile": self._start_profile,
@@ -102,6 +104,9 @@ class Queries:
         others = [] if leader is None else leader.metrics(PREFIX)
         metrics.set_result([*self._started.engine.metrics(), *others])
         return metrics
+
+    def _model_files(self) -> Future:
+        return self._loop.call_aside(lambda: model_files(self._started.plan.directory))
 
     def _reset_prefix_cache(self) -> Future:
         return self._loop.call(self._started.engine.reset_prefix_cache)

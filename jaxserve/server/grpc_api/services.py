@@ -1,9 +1,11 @@
 """The other gRPC services: models, tokenizer, and operation of the server."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from jaxserve.api.errors import RequestError
+from jaxserve.api.metric_types import Metric
 from jaxserve.server.byte_budget import conversion_bytes
 from jaxserve.server.chat import chat_arguments
 from jaxserve.server.converted_tokens import check_converted
@@ -113,15 +115,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def GetLoad(self, request: admin_pb2.GetLoadRequest, context: Context) -> admin_pb2.GetLoadResponse:
         """Return how busy the server is."""
         del request, context
-        metrics = await self._frontend.engine.metrics()
-        gauges = values_of_all(metrics)
-        ledger = self._frontend.ledger
+        engine, ledger = self._frontend.engine, self._frontend.ledger
+        metrics = await engine.metrics()
+        groups = [
+            admin_pb2.GroupLoad(
+                is_up=is_up, **_load(each for each in metrics if each.labels.get("engine") == str(index))
+            )
+            for index, is_up in enumerate(engine.groups_up)
+        ]
         return admin_pb2.GetLoadResponse(
-            num_running=round(gauges.get("num_requests_running", 0)),
-            num_waiting=round(gauges.get("num_requests_waiting", 0)),
-            kv_cache_usage=gauges.get("kv_cache_usage_perc", 0),
-            num_in_flight=ledger.num_in_flight,
-            is_draining=not ledger.is_open,
+            **_load(metrics), num_in_flight=ledger.num_in_flight, is_draining=not ledger.is_open, groups=groups
         )
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
@@ -180,6 +183,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         if directory is None:
             raise NotImplementedRequestError("this server records no profiles: it was started without --profile-dir")
         return directory
+
+
+def _load(metrics: Iterable[Metric]) -> dict[str, Any]:
+    """Return the fields of a load that the metrics of an engine, or of several groups, have."""
+    gauges = values_of_all(metrics)
+    return {
+        "num_running": round(gauges.get("num_requests_running", 0)),
+        "num_waiting": round(gauges.get("num_requests_waiting", 0)),
+        "kv_cache_usage": gauges.get("kv_cache_usage_perc", 0),
+    }
 
 
 def _mesh_axes(sizes: Mapping[str, int]) -> list[model_pb2.MeshAxis]:

@@ -23,6 +23,7 @@ from jaxserve.server.command import add_arguments, serve_arguments
 from jaxserve.server.engine_groups import group_arguments
 from jaxserve.server.replica_group import own_flags
 from scripts.server_child import RunningServer
+from tests.faults.test_monitoring import alerts, assert_served, panels
 from tests.group_server import (
     answers,
     assert_gone,
@@ -88,6 +89,7 @@ def test_two_groups_answer_as_one_engine_and_one_outlives_the_other() -> None:
             for index, is_up in ((0, 1), (1, 0))
         ] == [True, True]
         assert answers(server) == found
+        assert_served(server, [*alerts(), *panels()])
         kill(engines(server)[0])
         assert server.wait() == 70
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "dtype": "float32"}
@@ -127,14 +129,15 @@ def test_operators_reach_both_groups() -> None:
         admin.reset_prefix_cache()
         assert num_cached() == [0, 0]
         streams = begin()
-        assert admin.load().num_running == 2
+        load = admin.load()
+        assert load.num_running == 2 and [(each.is_up, each.num_running) for each in load.groups] == [(True, 1)] * 2
         firsts = [next(stream) for stream in streams]
         names = [first.request_id for first in firsts]
         assert {*admin.abort([*names, "nobody's"])} == {*names}
         for stream in streams:
             *_, last = stream
             assert last.outputs[0].finish_reason == "abort"
-        with pytest.raises(RequestError, match="runs as 2 groups of processes, which neither merge nor split"):
+        with pytest.raises(RequestError, match="has 1 replicas, .* as 2 groups of processes, which neither merge nor"):
             admin.reshard("tensor=2")
         streams = begin()
         admin.drain(timeout_s=60.0)
@@ -167,6 +170,38 @@ def test_groups_of_two_processes_each() -> None:
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "dtype": "float32"}
     with LLM("demo", compilation_cache_dir=str(PROGRAMS_CACHE), tensor_parallel_size=2, **settings) as llm:
         assert_same(found, expected_answers(llm))
+
+
+@pytest.mark.slow
+def test_groups_of_two_processes_move_while_they_serve() -> None:
+    """From tensor parallelism to stages and back, one after the other: requests in both go on with their tokens."""
+    prompts = [f"{number}+30=" for number in range(4)]
+
+    def ask(number: int, found: dict[int, Any]) -> None:
+        found[number] = post(server, "/v1/completions", {**LONG, "prompt": prompts[number]})
+
+    with running_group(*FLAGS, "--tensor-parallel-size", "2", nproc=4) as server, AdminClient(server.admin) as admin:
+        expected = dict[int, Any]()
+        for number in range(4):
+            ask(number, expected)
+        for mesh in ("data=2,stage=2", "data=2,tensor=2"):
+            found = dict[int, Any]()
+            clients = [threading.Thread(target=ask, args=(number, found)) for number in range(4)]
+            for client in clients:
+                client.start()
+            while text_of(server, "/metrics").count("jaxserve:num_requests_running{") < 2:
+                time.sleep(0.05)
+            report = admin.reshard(mesh)
+            for client in clients:
+                client.join()
+            assert ",".join(f"{axis.name}={axis.size}" for axis in report.to_mesh).startswith(
+                mesh.partition(",tensor")[0]
+            )
+            assert report.num_programs > 0 and report.pause_s > 0 and report.weight_bytes > 0
+            for number in range(4):
+                assert found[number][1]["choices"] == expected[number][1]["choices"], mesh
+        log = server.log.read_text()
+        assert "Traceback" not in log and log.count("is ready with") == 2
 
 
 def kill_one(server: RunningServer, group: int, rank: int) -> None:
@@ -239,7 +274,7 @@ def test_the_command_of_a_follower_is_that_of_its_group_alone() -> None:
     add_arguments(parser)
     arguments, _, group = serve_arguments(parser.parse_args(command[1:]))
     same = {"mesh": "data=1,stage=2,tensor=1,expert=1", "seed": 4, "data_parallel_size": 1, "model": "demo"}
-    assert arguments == same and group.replicas(command) is None
+    assert arguments == same and group.replicas(command, arguments) is None
     assert EngineConfig.from_arguments(**own, model="demo").mesh == EngineConfig.from_arguments(**arguments).mesh
 
 

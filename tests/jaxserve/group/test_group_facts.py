@@ -6,7 +6,8 @@ from pathlib import Path
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.demo import MODEL_DIRECTORY
-from jaxserve.group.facts import difference, early_facts, least, plan_facts
+from jaxserve.group.differences import difference, least
+from jaxserve.group.facts import early_facts, plan_facts
 from tests.runners import plan_of_demo
 
 NAMES = ["rank 0 (host a)", "rank 1 (host b)"]

@@ -5,6 +5,7 @@ import queue
 import socket
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,8 +19,20 @@ from jaxserve.group.connection import PeerConnection, introduce
 from jaxserve.group.digests import Digests
 from jaxserve.group.group_runner import GroupRunner
 from jaxserve.group.leader import Leader
-from jaxserve.group.members import SilenceLimits
-from jaxserve.group.messages import Beat, Challenge, Done, End, Failed, Joined, Launch, Ready, Reset, ShowStacks, WarmUp
+from jaxserve.group.members import SilenceLimits, Steps
+from jaxserve.group.messages import (
+    Beat,
+    Challenge,
+    Done,
+    End,
+    Failed,
+    Joined,
+    Launch,
+    Ready,
+    Reset,
+    ShowStacks,
+    WarmUp,
+)
 from jaxserve.group.settings import GroupPlace
 from jaxserve.group.stage_ranks import StageRanks
 from jaxserve.scheduling.plan import StepPlan
@@ -314,6 +327,24 @@ def test_a_follower_that_fails_says_why(
     pair[1].connection.send(Failed("ValueError: no", False, "Traceback: there"))
     assert "rank 1 of its processes" in str(lost.get(timeout=20))
     assert "Traceback: there" in caplog.text and "ValueError: no" in caplog.text
+
+
+def test_time_in_which_the_leader_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the clocks say, a step is late after seconds that the leader has noticed one by one."""
+    member: Any = types.SimpleNamespace(silent_s=0.0, steps=Steps())
+    limits = SilenceLimits(step_timeout=3.0)
+    limits.is_running = True
+    member.steps.launched(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: 1e9)
+        assert [limits.problem(member, 1.0) for _ in range(3)] == [None] * 3
+        member.steps.done(0, b"d")
+        assert limits.problem(member, 1.0) is None
+        member.steps.launched(1)
+        member.steps.launched(2)
+        assert [limits.problem(member, 1.0) for _ in range(3)] == [None] * 3
+        assert limits.problem(member, 1.0) == "has not finished a step within step_timeout=3 s"
+        assert limits.problem(member, 1.0) == "has sent nothing for 8 s"
 
 
 def test_a_late_step_ends_the_group(

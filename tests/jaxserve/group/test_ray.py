@@ -21,7 +21,7 @@ from jaxserve.api.errors import ConfigError
 from jaxserve.group import ray_cluster
 from jaxserve.group.settings import GroupConfig
 from tests.free_ports import free_ports
-from tests.group_server import answers, assert_gone, assert_same, expected_answers, family, kill, post
+from tests.group_server import answers, assert_gone, assert_same, expected_answers, family, kill, post, text_of
 from tests.launched_server import ENGINE, started, when_ready
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is not installed")
@@ -110,6 +110,25 @@ def test_two_actors_answer_as_one_process(cluster: tuple[int, dict[str, str]], t
         process.send_signal(signal.SIGTERM)
         assert process.wait(LAST_WORDS_S) == 0, log.read_text()
         assert_gone(processes, within_s=10)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_each_actor_is_a_group(cluster: tuple[int, dict[str, str]], tmp_path: Path) -> None:
+    """With replicas, process 0 serves for both groups; SIGTERM drains, and leaves nothing."""
+    head, environment = cluster
+    log = tmp_path / "log"
+    flags = ("--distributed-executor-backend", "ray", "--nnodes", "2", "--data-parallel-size", "2", *ENGINE)
+    with started((), log, *flags, environment=environment) as process:
+        server = when_ready(process, log)
+        found = answers(server)
+        assert text_of(server, "/metrics").count("jaxserve:group_up{") == 2
+        processes = [pid for each in members(head) for pid in family(each)]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LAST_WORDS_S) == 0, log.read_text()
+        assert_gone(processes, within_s=10)
+    with LLM("demo", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256) as llm:
+        assert_same(found, expected_answers(llm))
 
 
 @needs_ray

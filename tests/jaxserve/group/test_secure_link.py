@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from jaxserve.api.errors import ConfigError
-from jaxserve.group import follower, job, settings
+from jaxserve.group import connection as connections
+from jaxserve.group import job, settings
 from jaxserve.group import leader as leader_module
-from jaxserve.group.connection import PeerConnection, introduce, open_connection
-from jaxserve.group.follower import _connected
+from jaxserve.group.connection import PeerConnection, introduce, join_leader, open_connection
 from jaxserve.group.leader import Leader
 from jaxserve.group.messages import Beat, Facts, Joined
 from jaxserve.group.secure_link import check_certificate
@@ -62,7 +62,7 @@ def test_messages_of_both_sides_cross(authority: Authority, monkeypatch: pytest.
     """Large ones too, while the other thread waits for a message; nothing of them can be read on the way."""
     port = free_ports()
     joining = Joining(place_of(0, port, authority.sign("leader"), authority), monkeypatch)
-    connection = _connected(place_of(1, port, authority.sign("follower"), authority))
+    connection = join_leader(place_of(1, port, authority.sign("follower"), authority))
     assert isinstance(connection.receive(), Joined)
     text = "x" * (3 << 20)
     sending = [
@@ -122,19 +122,19 @@ def test_strangers_are_refused_by_name(
     joining = Joining(place_of(0, port, authority.sign("leader"), authority), monkeypatch)
     good = place_of(1, port, authority.sign("follower"), authority)
     with pytest.raises(ConfigError, match=f"process 0 at 127.0.0.1:{port}: its certificate is not trusted: "):
-        _connected(place_of(1, port, stranger.sign("follower"), stranger))
+        join_leader(place_of(1, port, stranger.sign("follower"), stranger))
     with monkeypatch.context() as patch:  # what a process would notice itself
-        patch.setattr(follower, "check_certificate", lambda place: None)
+        patch.setattr(connections, "check_certificate", lambda place: None)
         with pytest.raises(ConfigError, match=f"process 0 at 127.0.0.1:{port}: .*alert unknown ca"):
-            _connected(place_of(1, port, stranger.sign("foreign"), authority))
+            join_leader(place_of(1, port, stranger.sign("foreign"), authority))
         with pytest.raises(ConfigError, match=f"process 0 at 127.0.0.1:{port}: .*alert certificate expired"):
-            _connected(place_of(1, port, authority.sign("late", days=-1), authority))
+            join_leader(place_of(1, port, authority.sign("late", days=-1), authority))
     plain = PeerConnection(socket.create_connection(("127.0.0.1", port), timeout=20))
     plain.send(Beat())
     with pytest.raises(OSError):
         introduce(plain, good)
     plain.close()
-    connection = _connected(good)
+    connection = join_leader(good)
     assert isinstance(connection.receive(), Joined)
     for reason in ("self.signed|unable to get", "certificate has expired", "wrong version number|http request|record"):
         until_s = time.monotonic() + 20
@@ -158,7 +158,7 @@ def test_a_follower_with_tls_meets_a_leader_without(authority: Authority) -> Non
         plain = threading.Thread(target=challenge)
         plain.start()
         with pytest.raises(ConfigError, match="wrong version number|record layer failure"):
-            _connected(place_of(1, listener.getsockname()[1], authority.sign("follower"), authority))
+            join_leader(place_of(1, listener.getsockname()[1], authority.sign("follower"), authority))
         plain.join()
 
 

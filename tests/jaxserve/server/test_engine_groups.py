@@ -13,7 +13,9 @@ from jaxserve.server.engine_client import EngineClient
 from jaxserve.server.engine_groups import EngineGroups
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.frontend import Frontend
+from jaxserve.server.grpc_api.services import AdminServicer
 from jaxserve.server.metrics import metrics_text
+from jaxserve.server.proto.jaxserve.v1 import admin_pb2
 from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import EngineInfo
 from tests.jaxserve.server.test_status_page import client_of
@@ -28,6 +30,8 @@ class FakeGroup(EngineClient):
         is_up: Whether it is ready.
         error: Raised by each call.
         ends: Whether it ends while it is asked something.
+        answers: What calls return besides what is known.
+        waits: What calls wait for.
     """
 
     def __init__(self, ends: bool = False):
@@ -35,6 +39,8 @@ class FakeGroup(EngineClient):
         self.is_up = True
         self.error: Exception | None = None
         self.ends = ends
+        self.answers: dict[str, Any] = {}
+        self.waits: asyncio.Event | None = None
         self._renderers = None
 
     @property
@@ -53,9 +59,14 @@ class FakeGroup(EngineClient):
         self.calls.append((method, next(iter(arguments.values()), None)))
         if self.ends:
             self.is_up, self.error = False, EngineDeadError("it has ended")
+        if self.waits is not None:
+            await self.waits.wait()
         if self.error is not None:
             raise self.error
-        return {"abort": list(arguments.get("request_ids", ())), "metrics": engine_numbers()}.get(method)
+        return self.answers.get(method) or {
+            "abort": list(arguments.get("request_ids", ())),
+            "metrics": engine_numbers(),
+        }.get(method)
 
 
 def groups_of(*groups: FakeGroup) -> EngineGroups:
@@ -104,11 +115,72 @@ def test_requests_of_all_groups_are_aborted() -> None:
     assert asyncio.run(groups_of(FakeGroup(), FakeGroup()).abort(["a"])) == ["a", "a"]
 
 
-def test_groups_do_not_move() -> None:
+REPORT: dict[str, Any] = {
+    **{"from_mesh": {"data": 1, "tensor": 4}, "to_mesh": {"data": 1, "stage": 2, "tensor": 2}},
+    **{"from_layout": "a", "to_layout": "b", "num_programs": 3, "compile_s": 2.0, "num_pages": 5},
+}
+
+
+def report(pause_s: float) -> dict[str, Any]:
+    """What a group reports of a move."""
+    return {**REPORT, "pause_s": pause_s, "drain_s": pause_s / 2, "move_s": pause_s / 2, "warm_up_s": 0.0}
+
+
+def test_groups_move_one_after_the_other() -> None:
+    groups = [FakeGroup(), FakeGroup(), FakeGroup()]
+    groups[1].is_up = False
+    for group, pause_s in zip(groups, (1.0, 9.0, 3.0), strict=True):
+        group.answers["reshard"] = report(pause_s), EngineInfo(model=MODEL, default_fields={})
+    found = asyncio.run(groups_of(*groups).reshard("data=3, stage=2,tensor=2", "b"))
+    assert [group.calls for group in groups] == [
+        [("reshard", "stage=2,tensor=2,expert=1")],
+        [],
+        [("reshard", "stage=2,tensor=2,expert=1")],
+    ]
+    meshes = {"from_mesh": {"data": 3, "tensor": 4}, "to_mesh": {"data": 3, "stage": 2, "tensor": 2}}
+    assert found == {**report(3.0), **meshes, "num_programs": 6, "compile_s": 4.0, "num_pages": 10}
+
+
+def test_moves_that_groups_do_not_make() -> None:
     groups = [FakeGroup(), FakeGroup()]
-    with pytest.raises(RequestError, match="runs as 2 groups of processes, which neither merge nor split"):
-        asyncio.run(groups_of(*groups).reshard("data=4", None))
+    engine = groups_of(*groups)
+    for mesh, count in (("data=4", 4), ("tensor=2", 1)):
+        with pytest.raises(
+            RequestError, match=f"has {count} replicas, .* 2 groups of processes, which neither merge nor"
+        ):
+            asyncio.run(engine.reshard(mesh, None))
+    with pytest.raises(RequestError, match="mesh: expected a size"):
+        asyncio.run(engine.reshard("rows=2", None))
     assert not groups[0].calls and not groups[1].calls
+    groups[0].error = RequestError("too many devices")
+    with pytest.raises(RequestError, match="^too many devices$"):
+        asyncio.run(engine.reshard(None, "b"))
+    groups[0].error, groups[1].error = None, RequestError("too little memory")
+    groups[0].answers["reshard"] = report(1.0), EngineInfo(model=MODEL, default_fields={})
+    with pytest.raises(RequestError, match="group 1 did not move: too little memory; of the groups, 0 have moved"):
+        asyncio.run(engine.reshard(None, "b"))
+    for group in groups:
+        group.is_up = False
+    with pytest.raises(EngineDeadError):
+        asyncio.run(engine.reshard(None, "b"))
+
+
+def test_a_move_during_another_one() -> None:
+    async def both() -> None:
+        group = FakeGroup()
+        group.answers["reshard"] = report(1.0), EngineInfo(model=MODEL, default_fields={})
+        group.waits = asyncio.Event()
+        engine = groups_of(group)
+        first = asyncio.create_task(engine.reshard(None, "b"))
+        while not group.calls:
+            await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="another reshard is running"):
+            await engine.reshard(None, "c")
+        group.waits.set()
+        assert (await first)["to_layout"] == "b"
+        assert (await engine.reshard(None, "b"))["to_layout"] == "b"
+
+    asyncio.run(both())
 
 
 def test_a_drain_ends_the_requests_and_processes_of_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +214,21 @@ def test_everybody_sees_which_groups_are_up() -> None:
     assert client_of(frontend).get("/status.json").json()["groups_up"] == [True, False]
     groups[0].is_up = False
     assert 'jaxserve:group_up{model_name="tiny",engine="0"} 0' in asyncio.run(metrics_text(frontend))
+
+
+def test_operators_see_the_load_of_each_group() -> None:
+    groups = [FakeGroup(), FakeGroup()]
+    frontend = Frontend(ServerConfig(), groups_of(*groups), "tiny")
+    servicer: Any = AdminServicer(frontend, lambda timeout_s: None)
+    groups[1].is_up = False
+    load = asyncio.run(servicer.GetLoad(admin_pb2.GetLoadRequest(), None))
+    first = admin_pb2.GroupLoad(
+        is_up=True, num_running=load.num_running, num_waiting=load.num_waiting, kv_cache_usage=load.kv_cache_usage
+    )
+    assert list(load.groups) == [first, admin_pb2.GroupLoad()] and load.num_running > 0 and load.num_waiting > 0
+    groups[1].is_up = True
+    both = asyncio.run(servicer.GetLoad(admin_pb2.GetLoadRequest(), None))
+    assert list(both.groups) == [first] * 2 and both.num_running == 2 * load.num_running
 
 
 def test_a_group_that_has_ended_is_in_no_counter() -> None:

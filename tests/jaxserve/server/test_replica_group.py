@@ -11,7 +11,7 @@ from jaxserve.api.errors import EngineDeadError
 from jaxserve.group.replicas import ReplicaGroups
 from jaxserve.server import replica_group
 from jaxserve.server.engine_client import EngineClient
-from jaxserve.server.replica_group import ReplicaGroup
+from jaxserve.server.replica_group import ReplicaGroup, local_group
 from jaxserve.server.settings import ServerConfig
 from tests.group_server import assert_gone
 
@@ -28,7 +28,7 @@ def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Re
         monkeypatch.setattr(replica_group, "entry_arguments", arguments)
         monkeypatch.setattr(replica_group, "_PATIENCE_S", 0.2)
         groups = ReplicaGroups(3, ("serve", "demo"), 20.0, 30.0)
-        return ReplicaGroup(1, {"seed": 4}, [{}, {"PART": "1"}, {"PART": "2"}], ServerConfig(), groups)
+        return local_group(1, {"seed": 4}, [{}, {"PART": "1"}, {"PART": "2"}], ServerConfig(), groups)
 
     return make
 

@@ -294,9 +294,10 @@ def expressions() -> list[str]:
     return [target["expr"] for panel in panels for target in panel.get("targets", ())]
 
 
-def test_the_dashboard_asks_for_what_is_served() -> None:
+def test_the_dashboard_asks_for_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     frontend = make_frontend()
     asyncio.run(read_all(frontend))
+    monkeypatch.setattr(ObservedEngine, "groups_up", [True, False])
     series: dict[str, set[str]] = {}
     for family in families(text_of(frontend)):
         for sample in family.samples:
@@ -328,7 +329,8 @@ def test_the_dashboard_s_panels() -> None:
     wanted = (
         "time_to_first_token_seconds_bucket inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket "
         "generation_tokens_total prompt_tokens_total num_requests_running num_requests_waiting kv_cache_usage_perc "
-        "prefix_cache_hits_total requests_refused_total requests_finished_total compiles_after_ready_total engine_up"
+        "prefix_cache_hits_total requests_refused_total requests_finished_total compiles_after_ready_total engine_up "
+        "group_up"
     )
     assert [name for name in wanted.split() if f"jaxserve:{name}" not in asked] == []
 
