@@ -136,7 +136,7 @@ def test_prompts_are_prepared_in_turns() -> None:
         loop.submit(short, lambda: make_request(2, 1, DELTA), OTHER)
         engine.allow(100)
         assert (await asyncio.wait_for(short.get(), PATIENCE_S)).finished
-        assert not any(reader.own_sink.contents for reader in flood)
+        assert not any(reader.contents for reader in flood)
         assert loop.call_aside(lambda: "text", OTHER).result(PATIENCE_S) == "text"
         go.set()
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jaxserve.api.errors import SHUT_DOWN, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.turns import Turn, Turns
-from jaxserve.engine.stream import Content
+from jaxserve.engine.stream import Content, Stream
 from jaxserve.frames import FrameError
 from jaxserve.server.wire import (
     MAX_FROM_ENGINE_BYTES,
@@ -34,32 +34,35 @@ _TOKEN_BYTES = 4
 _LOGPROB_BYTES = 32
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class SocketSink:
-    """Sends the outputs of one request to the front end through the outbox.
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class SocketStream(Stream):
+    """The outputs of a request go to the front end through the outbox.
 
     Attributes:
-        readers: The outbox.
+        outbox: The outbox.
         number: The request's number in messages.
-        request_id: The request's name.
         turn: Whose turn its outputs take.
-        on_end: Called with the sink once it takes nothing more; on any thread.
+        on_end: Called with the stream once it takes nothing more; on any thread.
         is_silent: Set once the client has disconnected, or its outputs cannot be sent.
         has_prompt: Whether an output with the prompt has been taken.
     """
 
-    readers: "Outbox"
+    outbox: "Outbox"
     number: int
-    request_id: str
     turn: Turn
-    on_end: Callable[["SocketSink"], None]
+    on_end: Callable[["SocketStream"], None]
     is_silent: bool = False
     has_prompt: bool = False
 
     @property
+    def readers(self) -> "Outbox":
+        """See ``Stream``."""
+        return self.outbox
+
+    @property
     def has_room(self) -> bool:
         """Whether the outbox has room for more outputs of its key."""
-        return not self.readers.is_full(self.turn.key)
+        return not self.outbox.is_full(self.turn.key)
 
     def sendable(self, content: Content) -> RequestOutput | JaxserveError:
         """Return an output or an error as it is sent: only the first output has the prompt. On any thread."""
@@ -92,7 +95,7 @@ def own_error(error: BaseException, what: str) -> JaxserveError:
 class _Waiting(NamedTuple):
     """A request's output with its estimated size, that waits to be sent."""
 
-    sink: SocketSink
+    stream: SocketStream
     content: RequestOutput | JaxserveError
     num_bytes: int
 
@@ -125,13 +128,13 @@ class Outbox:
         """Whether an API key has no more room here: its unfinished requests must make no more outputs."""
         return self._num_bytes[key] > self._limit_bytes / max(1, len(self._num_bytes))
 
-    def take(self, contents: Sequence[tuple[SocketSink, Content]]) -> None:
+    def take(self, contents: Sequence[tuple[SocketStream, Content]]) -> None:
         """See ``Readers``."""
-        sendable = [(sink, sink.sendable(content)) for sink, content in contents]
-        added = [_Waiting(sink, content, _estimate_bytes(content)) for sink, content in sendable]
+        sendable = [(stream, stream.sendable(content)) for stream, content in contents]
+        added = [_Waiting(stream, content, _estimate_bytes(content)) for stream, content in sendable]
         with self._changed:
             for one in () if self._is_broken else added:
-                key = one.sink.turn.key
+                key = one.stream.turn.key
                 if key not in self._waiting:
                     self._waiting[key] = collections.deque()
                     self._turns.join(key)
@@ -169,7 +172,7 @@ class Outbox:
                 key = self._turns.next(self._waiting)
                 outputs.append(self._waiting[key].popleft())
                 num_bytes += outputs[-1].num_bytes
-                self._turns.take(outputs[-1].sink.turn, outputs[-1].num_bytes)
+                self._turns.take(outputs[-1].stream.turn, outputs[-1].num_bytes)
                 if not self._waiting[key]:
                     del self._waiting[key]
         return messages, outputs
@@ -182,7 +185,7 @@ class Outbox:
                 self._connection.sendall(b"".join([*frames, *_frames(outputs)]))
                 with self._changed:
                     for one in outputs:
-                        self._num_bytes[one.sink.turn.key] -= one.num_bytes
+                        self._num_bytes[one.stream.turn.key] -= one.num_bytes
                     self._num_bytes = +self._num_bytes
         except OSError as error:
             logger.warning("outputs can no longer be sent: %s", error)
@@ -200,27 +203,27 @@ class Outbox:
 
 def _frames(taken: Sequence[_Waiting]) -> Iterator[bytes]:
     """Yield outputs as one frame; a request whose output cannot be sent fails alone."""
-    outputs = [(one.sink, one.content) for one in taken if not one.sink.is_silent]
+    outputs = [(one.stream, one.content) for one in taken if not one.stream.is_silent]
     if not outputs:
         return
     try:
         yield _pack_outputs(outputs)
     except FrameError:  # one output may be the reason
-        yield from (_pack_alone(sink, content) for sink, content in outputs)
+        yield from (_pack_alone(stream, content) for stream, content in outputs)
 
 
-def _pack_outputs(outputs: Sequence[tuple[SocketSink, Any]]) -> bytes:
-    return pack(Outputs([(sink.number, content) for sink, content in outputs]), MAX_FROM_ENGINE_BYTES)
+def _pack_outputs(outputs: Sequence[tuple[SocketStream, Any]]) -> bytes:
+    return pack(Outputs([(stream.number, content) for stream, content in outputs]), MAX_FROM_ENGINE_BYTES)
 
 
-def _pack_alone(sink: SocketSink, content: Any) -> bytes:
+def _pack_alone(stream: SocketStream, content: Any) -> bytes:
     try:
-        return _pack_outputs([(sink, content)])
+        return _pack_outputs([(stream, content)])
     except FrameError as error:
-        logger.error("request %s: cannot send its output: %s", sink.request_id, error)
-        sink.silence()
-        failure = RequestFailedError(f"request {sink.request_id} failed: its output cannot be sent, see the log")
-        return _pack_outputs([(sink, failure)])
+        logger.error("request %s: cannot send its output: %s", stream.request_id, error)
+        stream.silence()
+        failure = RequestFailedError(f"request {stream.request_id} failed: its output cannot be sent, see the log")
+        return _pack_outputs([(stream, failure)])
 
 
 def _estimate_bytes(content: RequestOutput | JaxserveError) -> int:
