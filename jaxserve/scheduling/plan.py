@@ -279,6 +279,12 @@ class StepPlan:
         """Number of query tokens."""
         return len(self.token_ids)
 
+    @property
+    def has_rows_only(self) -> bool:
+        """Whether it changes no slot, page table or page besides what its rows write, and masks no token."""
+        changes = (self.setups, self.grants, self.copies, self.state_copies, self.snapshots, self.masks)
+        return not any(changes)
+
     @functools.cached_property
     def has_drafts(self) -> bool:
         """Whether any row has drafts."""
