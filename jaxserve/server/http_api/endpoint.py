@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
@@ -43,27 +44,35 @@ class HttpCall:
         frontend: The front end.
         caller: Who sent it.
         request: Path and headers.
-        body: The parsed body; empty for GET.
-        is_long: Whether the body is too long to be read on the event loop.
+        raw: The body as it came; empty for GET.
         unused: Names of fields without effect.
     """
 
     frontend: Frontend
     caller: Caller
     request: Request
-    body: dict[str, Any]
-    is_long: bool = False
+    raw: bytearray
     unused: list[str] = dataclasses.field(default_factory=list[str])
 
+    @functools.cached_property
+    def body(self) -> dict[str, Any]:
+        """The parsed body; parse it in ``read``.
+
+        Raises:
+            RequestError: It is not a JSON object.
+        """
+        return read_json(self.raw)
+
     async def read(self, make: Callable[[], Result]) -> Result:
-        """Call what checks the body and makes something of it: on a thread if the body is long."""
-        return await self.frontend.long_work.run(self.caller.turn, make) if self.is_long else make()
+        """Call what parses and checks the body and makes something of it: on a thread if the body is long."""
+        is_long = len(self.raw) > _LONG_BODY_BYTES
+        return await self.frontend.long_work.run(self.caller.turn, make) if is_long else make()
 
     def fields(self, table: Mapping[str, Check], needs: str) -> dict[str, Any]:
         """Check the body's fields, and that the model it names exists; note those without effect.
 
         Raises:
-            RequestError: A field is wrong, missing or (if the server is strict) unknown.
+            RequestError: The body is not JSON, or a field is wrong, missing or (if the server is strict) unknown.
             UnknownModelError: It names another model.
         """
         fields, self.unused = read_fields(self.body, table, needs=needs, is_strict=self.frontend.config.strict)
@@ -96,9 +105,7 @@ class Endpoint:
         remember_trace(request.headers)
 
         async def respond() -> None:
-            call = HttpCall(self._frontend, caller, request, {}, len(raw) > _LONG_BODY_BYTES)
-            call.body = await call.read(lambda: read_json(raw) if self._has_body else {})
-            response = await self._handler(call)
+            response = await self._handler(HttpCall(self._frontend, caller, request, raw))
             await response(scope, receive, send)
 
         caller = _NOBODY if self._scope is None else _UNKNOWN
