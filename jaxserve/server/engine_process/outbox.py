@@ -1,6 +1,5 @@
 """Outputs and other messages on their way to the front end; a thread sends them, so that no step waits for a socket."""
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -12,9 +11,10 @@ from typing import Any, NamedTuple
 
 from jaxserve.api.errors import SHUT_DOWN, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
 from jaxserve.api.outputs import RequestOutput
-from jaxserve.api.turns import Turn, Turns
+from jaxserve.api.turns import Turn, TurnQueue
 from jaxserve.engine.stream import Content, Stream
 from jaxserve.frames import FrameError
+from jaxserve.server.tally import Tally
 from jaxserve.server.wire import (
     MAX_FROM_ENGINE_BYTES,
     FromEngine,
@@ -115,9 +115,8 @@ class Outbox:
         self._connection = connection
         self._limit_bytes = limit_bytes
         self._messages: list[FromEngine] = []
-        self._waiting: dict[str, collections.deque[_Waiting]] = {}
-        self._num_bytes: collections.Counter[str] = collections.Counter()  # by key, of those that are being sent too
-        self._turns = Turns()
+        self._waiting = TurnQueue[_Waiting]()
+        self._num_bytes = Tally()  # by key, of those that are being sent too
         self._is_closing = False
         self._is_broken = False
         self._changed = threading.Condition()  # of all the above
@@ -126,7 +125,7 @@ class Outbox:
 
     def is_full(self, key: str = "") -> bool:
         """Whether an API key has no more room here: its unfinished requests must make no more outputs."""
-        return self._num_bytes[key] > self._limit_bytes / max(1, len(self._num_bytes))
+        return self._num_bytes[key] > self._limit_bytes / max(1, len(self._num_bytes.names))
 
     def take(self, contents: Sequence[tuple[SocketStream, Content]]) -> None:
         """See ``Readers``."""
@@ -134,12 +133,8 @@ class Outbox:
         added = [_Waiting(stream, content, _estimate_bytes(content)) for stream, content in sendable]
         with self._changed:
             for one in () if self._is_broken else added:
-                key = one.stream.turn.key
-                if key not in self._waiting:
-                    self._waiting[key] = collections.deque()
-                    self._turns.join(key)
-                self._waiting[key].append(one)
-                self._num_bytes[key] += one.num_bytes
+                self._waiting.put(one, one.stream.turn, one.num_bytes)
+                self._num_bytes.add(one.stream.turn.key, one.num_bytes)
             self._changed.notify()
 
     def send(self, message: FromEngine) -> None:
@@ -151,7 +146,7 @@ class Outbox:
 
     def send_heartbeat(self) -> None:
         """Send a heartbeat, unless something else waits, which does as well. On any thread."""
-        if not (self._messages or self._waiting):
+        if not (self._messages or self._waiting.keys):
             self.send(Heartbeat())
 
     def close(self, timeout_s: float) -> None:
@@ -166,15 +161,11 @@ class Outbox:
         outputs: list[_Waiting] = []
         num_bytes = 0
         with self._changed:
-            self._changed.wait_for(lambda: self._messages or self._waiting or self._is_closing)
+            self._changed.wait_for(lambda: self._messages or self._waiting.keys or self._is_closing)
             messages, self._messages = self._messages, []
-            while self._waiting and num_bytes < _FRAME_BYTES:
-                key = self._turns.next(self._waiting)
-                outputs.append(self._waiting[key].popleft())
+            while self._waiting.keys and num_bytes < _FRAME_BYTES:
+                outputs.append(self._waiting.take(self._waiting.keys))
                 num_bytes += outputs[-1].num_bytes
-                self._turns.take(outputs[-1].stream.turn, outputs[-1].num_bytes)
-                if not self._waiting[key]:
-                    del self._waiting[key]
         return messages, outputs
 
     def _run(self) -> None:
@@ -185,8 +176,7 @@ class Outbox:
                 self._connection.sendall(b"".join([*frames, *_frames(outputs)]))
                 with self._changed:
                     for one in outputs:
-                        self._num_bytes[one.stream.turn.key] -= one.num_bytes
-                    self._num_bytes = +self._num_bytes
+                        self._num_bytes.add(one.stream.turn.key, -one.num_bytes)
         except OSError as error:
             logger.warning("outputs can no longer be sent: %s", error)
         except Exception:

@@ -188,7 +188,7 @@ def test_a_front_end_that_does_not_read_stops_no_step_and_loses_nothing(make_lin
     wait_for(lambda: line.engine.num_steps >= num_tokens and not line.engine.num_unfinished)  # without a single read
     assert line.outbox.is_full()
     rests = len(numbers) * (100 + 4 * num_tokens)  # the last output of each, which needs no room
-    assert line.outbox._num_bytes.total() < 2 * limit_bytes + rests
+    assert line.outbox._num_bytes.total < 2 * limit_bytes + rests
     line.receive(num_filled)
     found = line.read_until_finished(*numbers)
     for number in numbers:
@@ -347,7 +347,7 @@ def test_large_outputs_of_a_key_hold_up_no_other(make_line: Callable[..., Line])
     num_filled = line.fill_socket()
     streams = [line.stream(number, Turn("large")) for number in range(1, 11)]
     line.outbox.take([(stream, output_of("x" * (1 << 20))) for stream in streams])
-    wait_for(lambda: len(line.outbox._waiting["large"]) == 9)  # the first is being sent
+    wait_for(lambda: len(line.outbox._waiting._items["large"]) == 9)  # the first is being sent
     assert line.outbox.is_full("large") and not line.outbox.is_full("small")
     line.outbox.take([(line.stream(11, Turn("small")), output_of("y"))])
     line.outbox.send(QueryResult(99, None))
