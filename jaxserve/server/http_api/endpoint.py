@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -176,21 +177,18 @@ class Endpoint:
             raise HTTPException(408, message, {"Connection": "close"}) from None
 
     def _body_deadline_s(self, begin_s: float, latest_s: float, num_bytes: int) -> float | None:
-        """Return the time by which more of a body must have arrived.
+        """Return the time by which more of a body must have arrived; None: no limit.
 
         Args:
             begin_s: When it began.
             latest_s: When its latest part arrived.
             num_bytes: Bytes so far.
         """
-        config, deadlines = self._frontend.config, list[float]()
-        if config.stall_timeout:
-            deadlines.append(latest_s + config.stall_timeout)
-        if config.stall_timeout and config.min_transfer_rate:
-            deadlines.append(begin_s + config.stall_timeout + num_bytes / config.min_transfer_rate)
-        if config.body_timeout:
-            deadlines.append(begin_s + config.body_timeout)
-        return min(deadlines, default=None)
+        config = self._frontend.config
+        stall_s, body_s = config.stall_timeout or math.inf, config.body_timeout or math.inf
+        sending_s = num_bytes / config.min_transfer_rate if config.min_transfer_rate else math.inf
+        first_s = min(latest_s + stall_s, begin_s + stall_s + sending_s, begin_s + body_s)
+        return first_s if first_s < math.inf else None
 
     def _too_long(self, headers: Mapping[str, str]) -> HTTPException:
         return HTTPException(
