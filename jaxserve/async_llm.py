@@ -202,9 +202,12 @@ class AsyncLLM(RunningModel):
         self, read: _Read, request_id: str | None, priority: int, timeout_s: float | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """Prepare and submit a request, and yield its outputs until it finishes or the reader closes the stream."""
-        sink = EventLoopSink(asyncio.get_running_loop())
-        metrics = "none" if self.config.disable_log_stats else "all"
-        stream = Stream(sink, request_id or "", deadline_after(timeout_s), metrics)
+        stream = EventLoopStream(
+            event_loop=EventLoopReaders(asyncio.get_running_loop()),
+            request_id=request_id or "",
+            deadline_s=deadline_after(timeout_s),
+            metrics="none" if self.config.disable_log_stats else "all",
+        )
         arrival_s = time.monotonic()
 
         def prepare() -> RequestState:
@@ -214,7 +217,7 @@ class AsyncLLM(RunningModel):
         self._loop.submit(stream, prepare)
         try:
             while True:
-                output = await sink.get()
+                output = await stream.get()
                 yield output
                 if output.finished:
                     return
@@ -228,33 +231,35 @@ class EventLoopReaders:
 
     loop: asyncio.AbstractEventLoop
 
-    def take(self, contents: Sequence[tuple["EventLoopSink", Content]]) -> None:
+    def take(self, contents: Sequence[tuple["EventLoopStream", Content]]) -> None:
         """See ``Readers``."""
-        for sink, content in contents:
-            sink.contents.append(content)
+        for stream, content in contents:
+            stream.contents.append(content)
         try:
-            self.loop.call_soon_threadsafe(_wake_all, [sink for sink, _ in contents])
+            self.loop.call_soon_threadsafe(_wake_all, [stream for stream, _ in contents])
         except RuntimeError:
             logger.warning("an event loop was closed while %d requests were running", len(contents))
 
 
-class EventLoopSink:
-    """Has room for one output, which a coroutine gets.
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class EventLoopStream(Stream):
+    """A stream with room for one output, which a coroutine gets.
 
     So a slow reader does not build up a queue: its next output has all tokens since.
 
-    Args:
-        loop: Event loop of the reader.
-
     Attributes:
-        readers: The readers on the event loop.
+        event_loop: The readers on the event loop of the coroutine.
         contents: The output, and the error that ends the stream, until the reader takes them.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.readers = EventLoopReaders(loop)
-        self.contents = collections.deque[Content]()
-        self._has_content = asyncio.Event()
+    event_loop: EventLoopReaders
+    contents: collections.deque[Content] = dataclasses.field(default_factory=collections.deque[Content])
+    _has_content: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    @property
+    def readers(self) -> EventLoopReaders:
+        """See ``Stream``."""
+        return self.event_loop
 
     @property
     def has_room(self) -> bool:
@@ -280,6 +285,6 @@ class EventLoopSink:
         return content
 
 
-def _wake_all(sinks: Sequence[EventLoopSink]) -> None:
-    for sink in sinks:
-        sink.wake()
+def _wake_all(streams: Sequence[EventLoopStream]) -> None:
+    for stream in streams:
+        stream.wake()

@@ -48,7 +48,7 @@ def trace(scenario: str, root: Path) -> list[dict[str, Any]]:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(_TRACER), str(root)]),
-            "JAXSERVE_PATH_TRACE": json.dumps(settings),
+            "PYTHON_PATH_TRACE": json.dumps(settings),  # a name that processes with a clean environment keep
         }
         command = [sys.executable, str(_TRACER / "scenarios.py"), scenario, str(switch)]
         done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)

@@ -8,6 +8,7 @@ from jaxserve.api.request import Request
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_params import RepetitionDetectionParams
 from jaxserve.scheduling.proposers.proposer import DraftProposer
+from jaxserve.scheduling.repetition import RepetitionSearch
 from jaxserve.scheduling.sequence import Sequence, in_mask
 
 
@@ -31,7 +32,8 @@ def make_sequence(
         repetition_detection=repetition,
     )
     request = Request(request_id=name, params=params, priority=priority)
-    return Sequence(request, token_ids, num_prompt_tokens, max_length, **fields)
+    search = None if repetition is None else RepetitionSearch(repetition)
+    return Sequence(request, token_ids, num_prompt_tokens, max_length, repetition=search, **fields)
 
 
 def name_of(sequence: Sequence) -> str:

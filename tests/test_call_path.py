@@ -88,7 +88,7 @@ time.sleep(1.0)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TRACER), str(root)]),
-        "JAXSERVE_PATH_TRACE": json.dumps(settings),
+        "PYTHON_PATH_TRACE": json.dumps(settings),
     }
     subprocess.run([sys.executable, str(tmp_path / "program.py")], env=environment, check=True, timeout=60)
     found = count([json.loads(each.read_text()) for each in notes.glob("*.json")], root)

@@ -112,11 +112,22 @@ def text(name: str, value: object) -> str:
     """Return a string that UTF-8 can encode; it may be empty."""
     if not isinstance(value, str):
         raise wrong_field(name, value, f"must be a string, got {type(value).__name__}")
+    return unicode_text(name, value, parameter=name, value=value)
+
+
+def unicode_text(what: str, written: str, **details: Any) -> str:
+    """Return a string that UTF-8 can encode, which half of a surrogate pair is not.
+
+    Args:
+      what: What it is, in the message of the error.
+      written: The string.
+      **details: More arguments of the error.
+    """
     try:
-        value.encode()
+        written.encode()
     except UnicodeEncodeError as error:
-        raise wrong_field(name, value, f"is not valid Unicode: {error}") from error
-    return value
+        raise RequestError(f"{what} is not valid Unicode: {error}", **details) from error
+    return written
 
 
 def texts(name: str, value: object, *, may_be_one: bool = False) -> tuple[str, ...]:

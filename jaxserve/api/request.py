@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from jaxserve.api.chat_messages import LastMessage, last_message
 from jaxserve.api.errors import RequestError
-from jaxserve.api.field_checks import integer, sequence
+from jaxserve.api.field_checks import integer, sequence, unicode_text
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.turns import SHARED_TURN, Turn
@@ -205,7 +205,7 @@ def _params_field(params: SamplingParams | PoolingParams) -> dict[str, Any]:
 def _parse(index: int, item: Any) -> dict[str, Any]:
     """Return the fields of a request that a prompt sets."""
     if isinstance(item, str):
-        return {"text": _text(index, item)}
+        return {"text": unicode_text(f"prompt {index}", item)}
     if isinstance(item, Mapping):
         return _parse_mapping(index, cast("Mapping[str, Any]", item))
     if isinstance(item, Sequence) and not isinstance(item, bytes):
@@ -225,7 +225,7 @@ def _parse_mapping(index: int, item: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(f"prompt {index}: 'prompt' must be a string, got {type(text).__name__}")
     salt = _salt(index, item.get("cache_salt"))
     if token_ids is None:
-        return {"text": _text(index, text or ""), "cache_salt": salt}
+        return {"text": unicode_text(f"prompt {index}", text or ""), "cache_salt": salt}
     if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
         raise RequestError(f"prompt {index}: 'prompt_token_ids' must be a list of ints, got {type(token_ids).__name__}")
     return {"text": text, "token_ids": _token_ids(index, cast("Sequence[Any]", token_ids)), "cache_salt": salt}
@@ -236,15 +236,7 @@ def _salt(index: int, salt: Any) -> str | None:
         return None
     if not isinstance(salt, str) or not salt:
         raise RequestError(f"prompt {index}: 'cache_salt' must be a non-empty string, got {salt!r}")
-    return _text(index, salt)
-
-
-def _text(index: int, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"prompt {index} is not valid Unicode: {error}") from error
-    return text
+    return unicode_text(f"prompt {index}", salt)
 
 
 def _token_ids(index: int, token_ids: Sequence[Any]) -> tuple[int, ...]:

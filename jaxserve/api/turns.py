@@ -3,11 +3,12 @@
 import collections
 import concurrent.futures
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,51 @@ class Turns:
         self._had[turn.key] += cost / turn.weight
 
 
+class TurnQueue(Generic[Item]):
+    """Items that wait: those of one key in order, those of several keys in turns."""
+
+    def __init__(self):
+        self._items: dict[str, collections.deque[tuple[Item, Turn, float]]] = {}
+        self._turns = Turns()
+
+    @property
+    def keys(self) -> Collection[str]:
+        """The keys that have items."""
+        return self._items.keys()
+
+    def put(self, item: Item, turn: Turn, cost: float) -> None:
+        """Add an item.
+
+        Args:
+            item: The item.
+            turn: Whose turn it takes.
+            cost: What it costs beside other items, in any unit.
+        """
+        if turn.key not in self._items:
+            self._items[turn.key] = collections.deque()
+            self._turns.join(turn.key)
+        self._items[turn.key].append((item, turn, cost))
+
+    def take(self, keys: Collection[str]) -> Item:
+        """Remove and return the next item of some keys, all of which have items."""
+        key = self._turns.next(keys)
+        waiting = self._items[key]
+        item, turn, cost = waiting.popleft()
+        if not waiting:
+            del self._items[key]
+        self._turns.take(turn, cost)
+        return item
+
+    def clear(self) -> list[Item]:
+        """Remove and return all items."""
+        items, self._items = self._items, {}
+        return [item for waiting in items.values() for item, _, _ in waiting]
+
+
 class _Job(NamedTuple):
     future: "concurrent.futures.Future[Any]"
     call: Callable[[], Any]
-    turn: Turn
-    cost: float
+    key: str
 
 
 class FairThreads:
@@ -76,10 +117,9 @@ class FairThreads:
     def __init__(self, num_threads: int, name: str):
         self._most = max(1, num_threads - 1)
         self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, name)
-        self._queues: dict[str, collections.deque[_Job]] = {}
+        self._waiting = TurnQueue[_Job]()
         self._num_running: collections.Counter[str] = collections.Counter()
-        self._turns = Turns()
-        self._lock = threading.Lock()  # of the three above
+        self._lock = threading.Lock()  # of the two above
 
     def submit(
         self, function: Callable[..., Result], *arguments: Any, turn: Turn = SHARED_TURN, cost: float = 1.0
@@ -95,21 +135,17 @@ class FairThreads:
         Raises:
             RuntimeError: ``shutdown`` was called.
         """
-        job = _Job(concurrent.futures.Future(), lambda: function(*arguments), turn, cost)
+        job = _Job(concurrent.futures.Future(), lambda: function(*arguments), turn.key)
         with self._lock:
             self._threads.submit(self._work)  # it waits for the lock
-            if turn.key not in self._queues:
-                self._queues[turn.key] = collections.deque()
-                self._turns.join(turn.key)
-            self._queues[turn.key].append(job)
+            self._waiting.put(job, turn, cost)
         return job.future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Accept no more functions; run those that wait, or cancel them, and wait for all if ``wait``."""
         if cancel_futures:
             with self._lock:
-                waiting = [job for queue in self._queues.values() for job in queue]
-                self._queues.clear()
+                waiting = self._waiting.clear()
             for job in waiting:
                 job.future.cancel()
         self._threads.shutdown(wait)
@@ -124,20 +160,15 @@ class FairThreads:
                 job.future.set_exception(error)
             finally:
                 with self._lock:
-                    self._num_running[job.turn.key] -= 1
+                    self._num_running[job.key] -= 1
                 del job  # what it holds is not kept until the next one
 
     def _take(self) -> _Job | None:
         """Return the next function to run; None if there is none, or its key has all the threads that it may have."""
         with self._lock:
-            keys = [key for key in self._queues if not key or self._num_running[key] < self._most]
+            keys = [key for key in self._waiting.keys if not key or self._num_running[key] < self._most]
             if not keys:
                 return None
-            key = self._turns.next(keys)
-            queue = self._queues[key]
-            job = queue.popleft()
-            if not queue:
-                del self._queues[key]
-            self._turns.take(job.turn, job.cost)
-            self._num_running[key] += 1
+            job = self._waiting.take(keys)
+            self._num_running[job.key] += 1
             return job

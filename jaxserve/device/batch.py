@@ -27,22 +27,26 @@ def build(slots: Slots, plan: StepPlan, shape: BatchShape, variant: int, num_dra
     views["tokens"][:num_tokens] = as_array(plan.token_ids)
     views["token_rows"][:num_tokens] = np.arange(num_rows).repeat(lengths)
     views["page_tables"][:, :num_rows] = slots.page_tables[:, rows]
-    views["starts"][:num_rows] = as_array(plan.starts)
-    views["row_limits"][:num_rows] = slots.lengths[rows]
-    views["query_starts"][:num_rows] = ends - lengths
-    views["query_lens"][:num_rows] = lengths
+    counted = starts
+    if shape.has_states and shape.max_samples > 1:  # rows may begin with accepted drafts
+        counted = starts + lengths - np.maximum(num_samples, 1)
+    columns = {
+        "slots": rows,
+        "starts": as_array(plan.starts),
+        "row_limits": slots.lengths[rows],
+        "query_starts": ends - lengths,
+        "query_lens": lengths,
+        "sampled_slots": np.where(num_samples, rows, slots.num_slots),
+        "counted_slots": np.where(counted >= slots.counted_from[rows], rows, slots.num_slots),
+    }
+    for name, values in columns.items():
+        views[name][:num_rows] = values
     if shape.max_samples > 1:
         _fill_samples(views, np.maximum(num_samples, 1), ends)
     else:
         views["sampled_tokens"][:num_rows] = ends - 1
-    views["slots"][:num_rows] = rows
     if shape.has_states:
         _fill_states(slots, views, plan, rows)
-    views["sampled_slots"][:num_rows] = np.where(num_samples, rows, slots.num_slots)
-    counted = starts
-    if shape.has_states and shape.max_samples > 1:  # rows may begin with accepted drafts
-        counted = starts + lengths - np.maximum(num_samples, 1)
-    views["counted_slots"][:num_rows] = np.where(counted >= slots.counted_from[rows], rows, slots.num_slots)
     num_single = num_rows if shape.decode_only else _num_single(lengths)
     views["num_shared_pages"][...] = _num_shared_pages(slots, rows[:num_single], starts[:num_single])
     if plan.targets:

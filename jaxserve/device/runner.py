@@ -102,12 +102,10 @@ class StepInputs(NamedTuple):
 
     def fit(self, plans: Sequence[StepPlan]) -> bool:
         """Return whether plans have the same rows and change no slot."""
-        for plan, made_for in zip(plans, self.plans, strict=True):
-            if plan.same_rows_as != made_for.rows_number or plan.setups or plan.grants or plan.copies or plan.masks:
-                return False
-            if plan.state_copies or plan.snapshots:
-                return False
-        return True
+        return all(
+            plan.same_rows_as == made_for.rows_number and plan.has_rows_only
+            for plan, made_for in zip(plans, self.plans, strict=True)
+        )
 
     def survives(self, plans: Sequence[StepPlan]) -> bool:
         """Return whether plans change none of the slots of the rows."""
@@ -179,12 +177,14 @@ class LocalRunner:
                 last.take_in_postponed()
         else:
             last.state, output = inputs.step(*given, *hidden)
-        if inputs.variant != "full":
-            output = output._replace(logprobs=None)
-        if not any(pooling.is_last for plan in inputs.plans for pooling in plan.pooling):
-            output = output._replace(sums=None)
+        wants_sums = any(pooling.is_last for plan in inputs.plans for pooling in plan.pooling)
         counted = [] if output.expert_tokens is None else last.reported(output.expert_tokens)
-        return last.readable(output._replace(expert_tokens=None))._replace(expert_tokens=counted)
+        wanted = output._replace(
+            logprobs=output.logprobs if inputs.variant == "full" else None,
+            sums=output.sums if wants_sums else None,
+            expert_tokens=None,
+        )
+        return last.readable(wanted)._replace(expert_tokens=counted)
 
     def _run_stages(self, pipeline: Pipeline, inputs: StepInputs, plans: Sequence[StepPlan]) -> StepOutput:
         """Launch a step of every stage of a pipeline."""
@@ -204,12 +204,8 @@ class LocalRunner:
         rows = [slots.apply(plan) for slots, plan in lanes]
         if any(rows):
             last.set_up_slots(rows)
-        copies = [plan.copies for plan in plans]
-        if any(copies):
-            self._copy_pages(copies)
-        state_copies = [plan.state_copies for plan in plans]
-        if any(state_copies):
-            self._copy_states(state_copies)
+        if any(plan.copies or plan.state_copies for plan in plans):
+            self._copy([plan.copies for plan in plans], [plan.state_copies for plan in plans])
         is_masked = any(plan.masks or slots.masks.has_static_masks for slots, plan in lanes)
         masked = [slots.masked_samples(plan) for slots, plan in lanes] if is_masked else []
         is_full = any(masked) or last.model.is_always_full
@@ -232,15 +228,11 @@ class LocalRunner:
         lanes = zip(self._lanes, masked, strict=True)
         return _joined([slots.masks.array(samples, num_samples) for slots, samples in lanes])
 
-    def _copy_pages(self, copies: Sequence[Sequence[PageCopy]]) -> None:
-        """Copy pages of each lane in every stage."""
+    def _copy(self, pages: Sequence[Sequence[PageCopy]], states: Sequence[Sequence[PageCopy]]) -> None:
+        """Copy pages and state pages of each lane in every stage."""
         for stage in self._stages:
-            stage.copy_pages(copies)
-
-    def _copy_states(self, copies: Sequence[Sequence[PageCopy]]) -> None:
-        """Copy state pages of each lane in every stage."""
-        for stage in self._stages:
-            stage.copy_states(copies)
+            stage.copy_pages(pages)
+            stage.copy_states(states)
 
     def collect(self) -> list[StepResult]:
         """See ``Runner``."""
@@ -289,8 +281,8 @@ class LocalRunner:
             slots.apply(decode)
         row = slot_row(SlotSetup(slot, Sampling(), 1), last.model.config.vocab_size)
         last.set_up_slots([[row]] * num_lanes)
-        self._copy_pages([[PageCopy(page, page)]] * num_lanes)
-        self._copy_states([[PageCopy(page, page)]] * num_lanes)
+        copies = [[PageCopy(page, page)]] * num_lanes
+        self._copy(copies, copies)
         for (shape, variant), step in last.items():
             sizes = VARIANTS.index("greedy" if variant == "any" else variant), last.model.num_drafts
             chunk = [token] * min(2, shape.num_tokens, last.model.page_size)

@@ -19,6 +19,7 @@ from jaxserve.engine.model_limits import ModelLimits
 from jaxserve.engine.pooling import pooling_state
 from jaxserve.engine.request_state import RequestState, Sample
 from jaxserve.scheduling.plan import Sampling
+from jaxserve.scheduling.repetition import RepetitionSearch
 from jaxserve.scheduling.sequence import Constraint, Sequence
 from jaxserve.structured_output.constraints import AllOf, BadWords, ThinkingBudget, bad_word_ids, separate
 from jaxserve.structured_output.grammar_constraint import DeferredConstraint, Grammar
@@ -171,8 +172,10 @@ class Admission:
             return pooling_state(request, request.pooling, token_ids, limits, **times)
         limits.check_generates()
         params = fit_max_tokens(params, len(token_ids), limits.max_model_len, request.is_strict_length)
-        params = limits.fit_logprobs(params, len(token_ids), request.is_strict_length)
-        grammar = None if params.is_plain else self._check_features(params, request.turn)
+        grammar = None
+        if not params.is_plain:
+            params = limits.fit_logprobs(params, len(token_ids), request.is_strict_length)
+            grammar = self._check_features(params, request.turn)
         if params is not request.params:
             request = dataclasses.replace(request, params=params)
         tokenizer = self.tokenizer if params.detokenize else None
@@ -231,6 +234,9 @@ class Admission:
                 constraint=constraint,
                 stop_strings=detokenizer if params.stop_strings else None,
                 num_generation_tokens=num_generation_tokens,
+                repetition=None
+                if params.repetition_detection is None
+                else RepetitionSearch(params.repetition_detection),
             )
             samples.append(Sample(sequence, detokenizer, draft_report=self.limits.draft_report))
             if params.logprobs is not None or params.logprob_token_ids:

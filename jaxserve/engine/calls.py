@@ -4,7 +4,6 @@ import dataclasses
 import queue
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
 
 from tqdm import tqdm
 
@@ -19,39 +18,45 @@ Prepare = Callable[[Request, float], RequestState]
 """Validates and tokenizes a request that arrived at a time of ``time.monotonic()``."""
 
 
-@dataclasses.dataclass(eq=False)
-class CallSink:
-    """The outputs of a request go to the call that waits for them.
-
-    Attributes:
-        readers: The caller.
-        request: The request.
-        has_room: True: outputs are made as they come.
-    """
-
-    readers: "Caller"
-    request: RequestState
-    has_room: bool = True
-
-
 class Caller:
     """A thread that waits for outputs."""
 
     def __init__(self) -> None:
-        self._taken: queue.SimpleQueue[Sequence[tuple[CallSink, Content]]] = queue.SimpleQueue()
+        self._taken: queue.SimpleQueue[Sequence[tuple[CallStream, Content]]] = queue.SimpleQueue()
 
-    def take(self, contents: Sequence[tuple[Any, Content]]) -> None:
+    def take(self, contents: "Sequence[tuple[CallStream, Content]]") -> None:
         """See ``Readers``."""
         self._taken.put(contents)
 
-    def wait(self) -> Sequence[tuple[CallSink, Content]]:
-        """Wait for outputs and errors; return them with their sinks. A signal handler may raise meanwhile."""
+    def wait(self) -> "Sequence[tuple[CallStream, Content]]":
+        """Wait for outputs and errors; return them with their streams. A signal handler may raise meanwhile."""
         return self._taken.get()
 
     @property
     def has_contents(self) -> bool:
         """Whether ``wait`` returns at once."""
         return not self._taken.empty()
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class CallStream(Stream):
+    """The outputs of a request go to the call that waits for them, as they come.
+
+    Attributes:
+        caller: The thread of the call.
+    """
+
+    caller: Caller
+
+    @property
+    def readers(self) -> Caller:
+        """See ``Stream``."""
+        return self.caller
+
+    @property
+    def has_room(self) -> bool:
+        """See ``Stream``."""
+        return True
 
 
 class ProgressBar:
@@ -123,23 +128,25 @@ class Calls:
             RequestError: A prompt is invalid; no prompt has run.
         """
         self._loop.check_outside()
-        requests = self._prepared(inputs)
-        caller = Caller()
-        sinks = [CallSink(caller, request) for request in requests]
-        metrics = "last" if self._with_metrics else "none"
-        streams = [Stream(sink, metrics=metrics, request=sink.request, is_read_whole=True) for sink in sinks]
+        prepared = self._prepared(inputs)
+        caller, metrics = Caller(), "last" if self._with_metrics else "none"
+        requests = {
+            CallStream(caller=caller, metrics=metrics, request=request, is_read_whole=True): request
+            for request in prepared
+        }
+        streams = [*requests]
         bar: ProgressBar | None = None
         try:
             self._loop.begin(streams)
             if use_tqdm:
-                bar = ProgressBar(requests, tqdm if use_tqdm is True else use_tqdm)
-            contents = dict[CallSink, Content]()
-            while len(contents) < len(sinks):
-                for sink, content in caller.wait():
-                    contents[sink] = content
+                bar = ProgressBar(prepared, tqdm if use_tqdm is True else use_tqdm)
+            contents = dict[CallStream, Content]()
+            while len(contents) < len(streams):
+                for stream, content in caller.wait():
+                    contents[stream] = content
                     if bar is not None:
-                        bar.count(sink.request)
-            return [self._output(sink.request, contents[sink]) for sink in sinks]
+                        bar.count(requests[stream])
+            return [self._output(request, contents[stream]) for stream, request in requests.items()]
         except BaseException:
             self._loop.drop_all(streams)
             raise
@@ -155,7 +162,7 @@ class Calls:
         self._loop.check_outside()
         (request,) = self._prepared([prompt])
         caller = Caller()
-        stream = Stream(CallSink(caller, request), request=request, metrics="all" if self._with_metrics else "none")
+        stream = CallStream(caller=caller, request=request, metrics="all" if self._with_metrics else "none")
         try:
             self._loop.begin([stream])
             while True:

@@ -21,7 +21,7 @@ from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn
 from jaxserve.engine.command_thread import CommandThread
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.engine.stream import Content, Sink, StepEngine, Stream, deadline_error, hand_over
+from jaxserve.engine.stream import Content, StepEngine, Stream, deadline_error, hand_over
 from jaxserve.structured_output.grammars import copy_error
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _NUM_THREADS = 2  # more would only slow the steps down
 class Loop(CommandThread):
     """Prepares requests, steps an engine while it has any, and hands outputs to the readers of streams. Thread-safe.
 
-    An output is made when the sink has room for it, or if it is the last; until then tokens stay in the request.
+    An output is made when its stream has room for it, or if it is the last; until then tokens stay in the request.
 
     Args:
         engine: The engine, which only the loop's thread steps from now on.
@@ -109,7 +109,7 @@ class Loop(CommandThread):
             stream.has_ended = True
             self._preparing.discard(stream)
         if is_first:
-            stream.sink.readers.take([(stream.sink, error)])
+            stream.readers.take([(stream, error)])
 
     def drop(self, stream: Stream) -> None:
         """End a stream without a reader, and abort its request. Does not block."""
@@ -324,28 +324,28 @@ class Loop(CommandThread):
         """Abort requests whose deadline has passed."""
         if self._next_deadline_s > (now := time.monotonic()):
             return
-        failed: list[tuple[Sink, Content]] = []
+        failed: list[tuple[Stream, Content]] = []
         for request, stream in [*self._open.items()]:
             if stream.deadline_s is not None and stream.deadline_s <= now:
                 self._engine.abort(request)
                 self._close(stream, request)
-                failed.append((stream.sink, deadline_error(request)))
+                failed.append((stream, deadline_error(request)))
         self._next_deadline_s = min((one.deadline_s or math.inf for one in self._open.values()), default=math.inf)
         hand_over(failed)
 
     def _offer(self, streams: Mapping[Stream, RequestState]) -> None:
         """Hand the next output or the error of each stream to its readers."""
-        found = ((stream.sink, self._next_content(stream, request)) for stream, request in streams.items())
-        hand_over((sink, content) for sink, content in found if content is not None)
+        found = ((stream, self._next_content(stream, request)) for stream, request in streams.items())
+        hand_over((stream, content) for stream, content in found if content is not None)
 
     def _next_content(self, stream: Stream, request: RequestState) -> Content | None:
-        """Return the next output or the error of a stream, if there is one and its sink has room for it."""
+        """Return the next output or the error of a stream, if there is one and room for it."""
         is_last = request.is_finished()
         if stream.has_ended:  # it is being dropped
             if is_last:
                 self._close(stream, request)
             return None
-        if not is_last and not stream.sink.has_room:
+        if not is_last and not stream.has_room:
             self._behind[stream] = request
             return None
         content = self._make_content(request, stream.metrics == "all" or (is_last and stream.metrics == "last"))

@@ -107,9 +107,9 @@ class EngineMetrics:
             self._observe(_request_values(request, request.finished_s, request.finished_s))
         elif first_s is not None and "abort" not in reasons and "error" not in reasons:
             last_s = max(sequence.last_token_s for sequence in sequences)
-            self._observe(_request_values(request, first_s, last_s))
             self._observe(
                 {
+                    **_request_values(request, first_s, last_s),
                     "request_decode_time_seconds": last_s - first_s,
                     "request_max_num_generation_tokens": max(sequence.num_output_tokens for sequence in sequences),
                     "request_params_n": len(sequences),

@@ -1,5 +1,6 @@
 """What the loop stands between: an engine, and streams of outputs to readers."""
 
+import abc
 import collections
 import dataclasses
 import time
@@ -20,41 +21,24 @@ class Readers(Hashable, Protocol):
     """A group of readers that get outputs together, such as those of an event loop."""
 
     def take(self, contents: Sequence[tuple[Any, Content]]) -> None:
-        """Take outputs and errors, each with its sink of this group, and wake their readers. Thread-safe."""
+        """Take outputs and errors, each with its stream of this group, and wake their readers. Thread-safe."""
         ...
 
 
-@runtime_checkable
-class Sink(Protocol):
-    """Where the outputs of a stream go. Any thread may use it."""
-
-    @property
-    def readers(self) -> Readers:
-        """The group that the reader belongs to."""
-        ...
-
-    @property
-    def has_room(self) -> bool:
-        """Whether to make the next output; until then tokens stay in the request. The last output needs no room."""
-        ...
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Stream:
-    """A request on its way through the loop.
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class Stream(abc.ABC):
+    """A request on its way through the loop; subclasses say where its outputs go.
 
     Attributes:
-        sink: Where its outputs go.
         request_id: Name of the request, if the caller gives it one; for aborts before it is prepared.
         deadline_s: Time, in seconds of ``time.monotonic()``, at which it fails, waiting or running; None for never.
         metrics: Which outputs have ``metrics``.
         request: The request, once it is prepared.
         is_cancelled: Whether it is to be aborted before it runs.
-        has_ended: Whether the sink gets nothing more.
+        has_ended: Whether its reader gets nothing more.
         is_read_whole: Whether only the last output is made.
     """
 
-    sink: Sink
     request_id: str = ""
     deadline_s: float | None = None
     metrics: Literal["all", "last", "none"] = "none"
@@ -62,6 +46,16 @@ class Stream:
     is_cancelled: bool = False
     has_ended: bool = False
     is_read_whole: bool = False
+
+    @property
+    @abc.abstractmethod
+    def readers(self) -> Readers:
+        """The group that its reader belongs to. On any thread."""
+
+    @property
+    @abc.abstractmethod
+    def has_room(self) -> bool:
+        """Whether to make the next output; until then tokens stay in the request. The last output needs no room."""
 
 
 @runtime_checkable
@@ -107,11 +101,11 @@ def deadline_after(timeout_s: Any) -> float | None:
     return time.monotonic() + timeout_s
 
 
-def hand_over(contents: Iterable[tuple[Sink, Content]]) -> None:
-    """Hand outputs and errors to the readers of their sinks, with one call per group."""
-    by_readers: dict[Readers, list[tuple[Sink, Content]]] = collections.defaultdict(list)
-    for sink, content in contents:
-        by_readers[sink.readers].append((sink, content))
+def hand_over(contents: Iterable[tuple[Stream, Content]]) -> None:
+    """Hand outputs and errors to the readers of their streams, with one call per group."""
+    by_readers: dict[Readers, list[tuple[Stream, Content]]] = collections.defaultdict(list)
+    for stream, content in contents:
+        by_readers[stream.readers].append((stream, content))
     for readers, taken in by_readers.items():
         readers.take(taken)
 

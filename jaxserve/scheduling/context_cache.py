@@ -46,7 +46,7 @@ class ContextCache:
         """
         num_pages = (len(sequence.token_ids) - 1) // self._page_size
         if self._is_plain:
-            leading = self._find_leading(sequence, table_tag(0), num_pages)
+            leading = self._find_leading(sequence, self._tags[0], num_pages)
             return len(leading), [leading]
         return self._find_in_tables(sequence, num_pages)
 

@@ -53,16 +53,16 @@ def add_drafts(
     chooser: DraftLengths,
     limits: SchedulerLimits,
     pages: ContextPages,
-) -> bool:
+) -> DraftProposer | None:
     """Add drafts to the decode rows, which are the first ``num_decodes`` rows of a plan, if there is a proposer.
 
     Drafts use only the query tokens and pages that are left over. Rows with drafts are moved after rows of one token,
-    which are cheapest at the front. Return whether the proposer works: if it fails, rows stay without drafts.
+    which are cheapest at the front. Return the proposer if it works; if it fails, rows stay without drafts.
     """
-    works = proposer is None or _add_proposed(step, num_decodes, proposer, chooser, limits, pages)
-    if limits.max_draft_tokens and pages.states is not None:
+    works = proposer is not None and _add_proposed(step, num_decodes, proposer, chooser, limits, pages)
+    if pages.states is not None:
         restore_states(step, num_decodes)
-    return works
+    return proposer if works else None
 
 
 def _add_proposed(

@@ -241,20 +241,27 @@ class StepPlan:
 
     def add_row(self, slot: int, start: int, token_ids: Sequence[int], num_samples: int) -> None:
         """Add a row."""
-        self.slots.append(slot)
-        self.starts.append(start)
-        self.lengths.append(len(token_ids))
-        self.num_samples.append(num_samples)
-        self.token_ids.extend(array("i", token_ids))
+        self._add_rows((slot,), (start,), (len(token_ids),), (num_samples,), token_ids)
 
     def add_decode_rows(self, slots: Sequence[int]) -> None:
         """Add a row of one token for each slot, to be filled in on the device."""
         ones, on_device = array("i", [1]) * len(slots), array("i", [ON_DEVICE]) * len(slots)
-        self.slots.extend(array("i", slots))
-        self.starts.extend(on_device)
-        self.lengths.extend(ones)
-        self.num_samples.extend(ones)
-        self.token_ids.extend(on_device)
+        self._add_rows(array("i", slots), on_device, ones, ones, on_device)
+
+    def _add_rows(
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        num_samples: Sequence[int],
+        token_ids: Sequence[int],
+    ) -> None:
+        """Add rows, given by column."""
+        self.slots.extend(slots)
+        self.starts.extend(starts)
+        self.lengths.extend(lengths)
+        self.num_samples.extend(num_samples)
+        self.token_ids.extend(token_ids)
 
     def compare_rows(self, previous: "StepPlan") -> None:
         """Set ``same_rows_as`` if the rows, and the number of drafts after them, equal those of an earlier plan."""
@@ -278,6 +285,12 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Number of query tokens."""
         return len(self.token_ids)
+
+    @property
+    def has_rows_only(self) -> bool:
+        """Whether it changes no slot, page table or page besides what its rows write, and masks no token."""
+        changes = (self.setups, self.grants, self.copies, self.state_copies, self.snapshots, self.masks)
+        return not any(changes)
 
     @functools.cached_property
     def has_drafts(self) -> bool:

@@ -84,8 +84,8 @@ class Scheduler:
             budget = self._schedule_prefills(budget, step)
         if not step.preempts:
             self._admit(budget, step, now)
-        if not add_drafts(step, num_decodes, self.proposer, self.draft_lengths, self.limits, self.pages):
-            self.proposer = None
+        if self.limits.max_draft_tokens:
+            self.proposer = add_drafts(step, num_decodes, self.proposer, self.draft_lengths, self.limits, self.pages)
         self.num_runnable = step.num_runnable + len(step.plan.setups)
         self.waits = step.waits
         if not step.sequences:

@@ -222,11 +222,6 @@ class Sequence:
     last_token_s: float = 0.0
     repetition: RepetitionSearch | None = None
 
-    def __post_init__(self):
-        params = self.request.params.repetition_detection
-        if params is not None and self.repetition is None:
-            self.repetition = RepetitionSearch(params)
-
     @property
     def num_output_tokens(self) -> int:
         """Number of output tokens known to the host."""

@@ -1,7 +1,5 @@
 """The bytes of host memory that everything admitted takes, in all processes of the server, and their limit."""
 
-import collections
-
 from jaxserve.api.errors import RequestError
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.packed_logprobs import PackedLogprobs
@@ -13,6 +11,7 @@ from jaxserve.server.errors import OutOfMemoryError
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.resources import available_memory_bytes
 from jaxserve.server.settings import ServerConfig
+from jaxserve.server.tally import Tally
 
 MIN_BUDGET_BYTES = 256 << 20
 """Least default of the budget; else it is a quarter of the memory that is available when the server starts."""
@@ -39,7 +38,6 @@ class ByteBudget:
 
     Attributes:
         limit_bytes: Most bytes at a time.
-        num_bytes: Bytes at present.
 
     Args:
         limit_bytes: Most bytes at a time.
@@ -47,8 +45,12 @@ class ByteBudget:
 
     def __init__(self, limit_bytes: int):
         self.limit_bytes = limit_bytes
-        self.num_bytes = 0
-        self._by_caller: collections.Counter[str] = collections.Counter()
+        self._taken = Tally()  # by caller
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes at present."""
+        return self._taken.total
 
     def take(self, caller: Caller, num_bytes: int) -> None:
         """Reserve bytes for a caller; ``give_back`` releases them.
@@ -64,7 +66,7 @@ class ByteBudget:
                 "(max_admitted_bytes and the key's max_memory_share). Ask for fewer prompts, tokens, logprobs or "
                 "completions"
             )
-        own = self._by_caller[caller.name]
+        own = self._taken[caller.name]
         if self.num_bytes + num_bytes > self.limit_bytes:
             raise OutOfMemoryError(
                 f"out of memory for requests: those in flight take {self.num_bytes} bytes, limit {self.limit_bytes} "
@@ -83,10 +85,7 @@ class ByteBudget:
 
     def note(self, name: str, num_bytes: int) -> None:
         """Count bytes of a caller that cannot be refused, or that are released if the number is negative."""
-        self.num_bytes += num_bytes
-        self._by_caller[name] += num_bytes
-        if not self._by_caller[name]:
-            del self._by_caller[name]
+        self._taken.add(name, num_bytes)
 
 
 def budget_bytes(config: ServerConfig) -> int:

@@ -1,12 +1,13 @@
 """Limits on the connections of a listener, and what keeps the process alive when they take all descriptors."""
 
 import asyncio
-import collections
 import logging
 import resource
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from jaxserve.server.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -38,27 +39,22 @@ class ConnectionLimits:
     def __init__(self, most: int, most_per_address: int):
         self._most = most
         self._most_per_address = most_per_address
-        self._num_open = 0
-        self._by_address: collections.Counter[str] = collections.Counter()
+        self._open = Tally()  # by address
 
     def enter(self, address: str) -> bool:
         """Count a connection, of an address or of "" for a Unix socket; return whether it is allowed.
 
         ``leave`` must follow if it is.
         """
-        is_full = self._num_open >= self._most
-        if is_full or (address and self._by_address[address] >= self._most_per_address):
+        is_full = self._open.total >= self._most
+        if is_full or (address and self._open[address] >= self._most_per_address):
             return False
-        self._num_open += 1
-        self._by_address[address] += 1
+        self._open.add(address, 1)
         return True
 
     def leave(self, address: str) -> None:
         """Forget a connection that was allowed."""
-        self._num_open -= 1
-        self._by_address[address] -= 1
-        if not self._by_address[address]:
-            del self._by_address[address]
+        self._open.add(address, -1)
 
 
 def raise_open_files_limit() -> None:

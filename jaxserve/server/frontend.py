@@ -156,20 +156,16 @@ class Frontend:
         return len(found)
 
     @contextlib.contextmanager
-    def _noted_death(self, entry: RequestEntry) -> Iterator[None]:
-        """Remember a request that was running when the engine process ended, as far as the front end knows."""
+    def _following(self, entry: RequestEntry) -> Iterator[None]:
+        """Know of a request in flight, and remember it if the engine process ends while it runs, as far as the front
+        end knows."""
+        self._running[entry] = None
         try:
             yield
         except EngineDeadError:
             if not self.ledger.is_waiting(entry):
                 self._poison.note_death(entry.caller, entry.request)
             raise
-
-    @contextlib.contextmanager
-    def _running_entry(self, entry: RequestEntry) -> Iterator[None]:
-        self._running[entry] = None
-        try:
-            yield
         finally:
             del self._running[entry]
 
@@ -177,7 +173,7 @@ class Frontend:
         """Run an admitted request as ``EngineClient.generate``; its entry is in the ledger meanwhile."""
         request = entry.request
         self.log.usage.add_request(entry.caller)
-        with entry, self._running_entry(entry), self.ledger.entered(entry) as is_waiting, self._noted_death(entry):
+        with entry, self.ledger.entered(entry) as is_waiting, self._following(entry):
             if is_waiting and request.token_ids is not None:
                 self.ledger.note_prompt(entry, len(request.token_ids))
                 is_waiting = False

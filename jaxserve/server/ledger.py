@@ -10,6 +10,7 @@ from jaxserve.api.errors import OverloadedError, RequestError
 from jaxserve.server.auth import Caller
 from jaxserve.server.byte_budget import MIN_BUDGET_BYTES, ByteBudget
 from jaxserve.server.errors import OutOfMemoryError, UnavailableError
+from jaxserve.server.tally import Tally
 
 
 class Entry(Protocol):
@@ -44,7 +45,6 @@ class Ledger:
     have taken all of it, so that no caller keeps another one out.
 
     Attributes:
-        num_in_flight: Sequences of the requests in flight.
         num_refused: Requests rejected because of the others in flight or of a rate.
         memory: Counts the bytes.
 
@@ -59,17 +59,20 @@ class Ledger:
         self._limit: int | None = None
         self._max_num_seqs: int | None = None
         self._max_num_queued_tokens: int | None = None
-        self._by_caller: collections.Counter[str] = collections.Counter()
+        self._in_flight = Tally()  # sequences by caller
         self._recent: dict[str, collections.deque[float]] = {}
         self._closed_because: str | None = "the server is starting"
         self._num_running = 0
         self._waiting: dict[Entry, None] = {}
-        self._num_waiting_tokens = 0
-        self._waiting_tokens = collections.Counter[str]()  # by caller
-        self.num_in_flight = 0
+        self._waiting_tokens = Tally()  # by caller
         self.num_refused = 0
 
     # ------------------------------------------------------------------------------------------------ the server
+
+    @property
+    def num_in_flight(self) -> int:
+        """Sequences of the requests in flight."""
+        return self._in_flight.total
 
     @property
     def is_open(self) -> bool:
@@ -147,19 +150,15 @@ class Ledger:
         if caller.requests_per_minute is not None:
             self._check_rate(caller.name, caller.requests_per_minute)
         self.add_bytes(caller, num_bytes)
-        self.num_in_flight += num_seqs
-        self._by_caller[caller.name] += num_seqs
+        self._in_flight.add(caller.name, num_seqs)
         try:
             yield
         finally:
             self.remove_bytes(caller, num_bytes)
-            self.num_in_flight -= num_seqs
-            self._by_caller[caller.name] -= num_seqs
-            if not self._by_caller[caller.name]:
-                del self._by_caller[caller.name]
+            self._in_flight.add(caller.name, -num_seqs)
 
     def _check_overload(self, caller: Caller, num_seqs: int) -> None:
-        own_limit, num_own = caller.max_concurrent_requests, self._by_caller[caller.name]
+        own_limit, num_own = caller.max_concurrent_requests, self._in_flight[caller.name]
         limit = self._limit
         is_full = limit is not None and self.num_in_flight + num_seqs > limit
         if limit is not None and is_full and not self._has_part(num_own + num_seqs, limit, caller.name):
@@ -175,7 +174,7 @@ class Ledger:
 
     def _has_part(self, num_own: int, limit: int, caller: str) -> bool:
         """Return whether a number is at most an equal part of a limit, of all callers in flight and this one."""
-        return num_own <= limit // len({*self._by_caller, caller})
+        return num_own <= limit // len({*self._in_flight.names, caller})
 
     def _check_rate(self, name: str, rate: int) -> None:
         """Count a request for its caller's rate."""
@@ -217,7 +216,7 @@ class Ledger:
         """
         if entry not in self._waiting:
             return
-        limit, num_waiting = self._max_num_queued_tokens, self._num_waiting_tokens - entry.num_waiting_tokens
+        limit, num_waiting = self._max_num_queued_tokens, self._waiting_tokens.total - entry.num_waiting_tokens
         num_own = self._waiting_tokens[entry.caller] - entry.num_waiting_tokens
         is_full = limit is not None and num_waiting + num_tokens > limit
         if limit is not None and is_full and not self._has_part(num_own + num_tokens, limit, entry.caller):
@@ -229,10 +228,7 @@ class Ledger:
 
     def _note_waiting(self, entry: Entry, num_tokens: int) -> None:
         num_more, entry.num_waiting_tokens = num_tokens - entry.num_waiting_tokens, num_tokens
-        self._num_waiting_tokens += num_more
-        self._waiting_tokens[entry.caller] += num_more
-        if not self._waiting_tokens[entry.caller]:
-            del self._waiting_tokens[entry.caller]
+        self._waiting_tokens.add(entry.caller, num_more)
 
     def _leave(self, entry: Entry) -> None:
         """Remove a prompt. The next ones in order run if there is room for them."""

@@ -173,20 +173,20 @@ class RequestEntry:
 
     def add(self, output: RequestOutput) -> None:
         """Record an output: a delta, or the only output."""
-        counts, self._last = self.log.counts, output
+        counts, self._last, num_prompt = self.log.counts, output, 0
         if self.num_prompt_tokens is None:
-            self.num_prompt_tokens = len(output.prompt_token_ids)
+            self.num_prompt_tokens = num_prompt = len(output.prompt_token_ids)
             self.num_cached_tokens = output.num_cached_tokens or 0
-            self.log.usage.add_tokens(self.caller, self.num_prompt_tokens, 0)
-            counts.prompt_tokens += self.num_prompt_tokens
+            counts.prompt_tokens += num_prompt
             counts.cached_tokens += self.num_cached_tokens
+        num_new = sum(len(completion.token_ids) for completion in output.outputs)
+        counts.generation_tokens += num_new
+        self.log.usage.add_tokens(self.caller, num_prompt, num_new)
+        if num_new and self._first_token_s is None:
+            self._first_token_s = time.monotonic()
         for completion in output.outputs:
-            index, num_tokens = completion.index, len(completion.token_ids)
-            if num_tokens and self._first_token_s is None:
-                self._first_token_s = time.monotonic()
-            self.num_generated[index] += num_tokens
-            counts.generation_tokens += num_tokens
-            self.log.usage.add_tokens(self.caller, 0, num_tokens)
+            index = completion.index
+            self.num_generated[index] += len(completion.token_ids)
             if completion.finish_reason is not None:
                 self._reasons[index] = completion.finish_reason
             if self.log.config.enable_log_outputs:

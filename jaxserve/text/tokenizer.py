@@ -12,6 +12,7 @@ import tokenizers
 
 from jaxserve.api.chat_messages import check_messages
 from jaxserve.api.errors import ConfigError, RequestError, RequestFailedError, own_failure
+from jaxserve.api.field_checks import unicode_text
 from jaxserve.api.text_bound import TextBound
 from jaxserve.text.chat import choose_template, render_chat
 from jaxserve.text.chat_templates import quiet_transformers
@@ -138,17 +139,19 @@ class Tokenizer:
           RequestFailedError: The tokenizer fails at the text, such as an expression that backtracks too often.
         """
         with _text_errors():
-            return self._backend.encode(_valid(text), add_special_tokens)
+            return self._backend.encode(unicode_text("the text", text), add_special_tokens)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the ids of several texts, in parallel if the library supports it."""
         with _text_errors():
-            return self._backend.encode_batch([_valid(text) for text in texts], add_special_tokens)
+            return self._backend.encode_batch([unicode_text("the text", text) for text in texts], add_special_tokens)
 
     def starts(self, text: str) -> list[int] | None:
         """Return where each token of a text begins in it, without special tokens; None if the library cannot tell."""
+        if not isinstance(self._backend, FastBackend):
+            return None
         with _text_errors():
-            return self._backend.starts(_valid(text)) if isinstance(self._backend, FastBackend) else None
+            return self._backend.starts(unicode_text("the text", text))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of some ids. Ids outside the vocabulary have no text; invalid UTF-8 becomes U+FFFD."""
@@ -321,14 +324,6 @@ def _file_errors(path: Path) -> Iterator[None]:
             raise
         file = next((path / name for name in (_FAST, TEKKEN, TIKTOKEN) if (path / name).is_file()), path)
         raise ConfigError(f"{file} cannot be used as a tokenizer: {failure.__cause__ or failure}") from error
-
-
-def _valid(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"the text is not valid Unicode: {error}") from error
-    return text
 
 
 def _read_fast(path: Path) -> tokenizers.Tokenizer:

@@ -98,5 +98,5 @@ class Tracer:
         os.replace(path + ".partial", path)
 
 
-if os.environ.get("JAXSERVE_PATH_TRACE"):
-    Tracer(**json.loads(os.environ["JAXSERVE_PATH_TRACE"])).start()
+if os.environ.get("PYTHON_PATH_TRACE"):
+    Tracer(**json.loads(os.environ["PYTHON_PATH_TRACE"])).start()

@@ -11,11 +11,11 @@ import pytest
 
 from jaxserve import EngineDeadError, RequestError, RequestOutput, RequestOutputKind, SamplingParams
 from jaxserve.api.errors import DeadlineError, RequestFailedError
-from jaxserve.async_llm import EventLoopSink
+from jaxserve.async_llm import EventLoopReaders, EventLoopStream
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.stats_log import StatsLogger
-from jaxserve.engine.stream import Stream, deadline_after
+from jaxserve.engine.stream import deadline_after
 from tests.jaxserve.fake_engine import DELTA, PATIENCE_S, FakeEngine, make_request, start_loop
 
 
@@ -33,15 +33,11 @@ def thread(engine: FakeEngine) -> Iterator[Loop]:
     assert engine.is_closed
 
 
-class Reader(Stream):
+class Reader(EventLoopStream):
     """A stream that is read on an event loop, by default the running one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None, deadline_s: float | None = None):
-        self.own_sink = EventLoopSink(loop or asyncio.get_running_loop())
-        super().__init__(self.own_sink, deadline_s=deadline_s)
-
-    async def get(self) -> RequestOutput:
-        return await self.own_sink.get()
+        super().__init__(event_loop=EventLoopReaders(loop or asyncio.get_running_loop()), deadline_s=deadline_s)
 
 
 def submit(
@@ -478,7 +474,7 @@ def test_what_is_in_the_inbox_when_the_engine_dies_is_answered(engine: FakeEngin
         late: list[Any] = []
 
         def die() -> None:
-            late.append(submit(thread, 2, reader=Reader(first.own_sink.readers.loop)))
+            late.append(submit(thread, 2, reader=Reader(first.readers.loop)))
             late.append(thread.call(int))
             raise RuntimeError("out of luck")
 

@@ -13,7 +13,7 @@ from jaxserve import RequestError
 from jaxserve.api.errors import ConfigError
 from jaxserve.api.request import Request
 from jaxserve.api.structured_params import StructuredOutputsParams
-from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn, Turns
+from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn, TurnQueue, Turns
 from jaxserve.engine.loop import Loop
 from jaxserve.scheduling.queues import SequenceQueues
 from jaxserve.scheduling.sequence import Sequence
@@ -47,6 +47,18 @@ def served(weights: dict[str, float], number: int) -> list[str]:
 def test_keys_have_turns_by_their_weights() -> None:
     assert served({"a": 1, "b": 1}, 6) == ["a", "b"] * 3
     assert [served({"a": 1, "b": 3, "c": 0.5}, 90).count(key) for key in "abc"] == [20, 60, 10]
+
+
+def test_items_of_a_key_are_in_order_and_those_of_several_in_turns() -> None:
+    queue = TurnQueue[int]()
+    for item in range(3):
+        queue.put(item, ONE, 1.0)
+    queue.put(10, OTHER, 5.0)
+    queue.put(11, OTHER, 5.0)
+    assert [queue.take(queue.keys) for _ in range(3)] == [0, 10, 1]
+    assert queue.take([OTHER.key]) == 11
+    assert [*queue.keys] == [ONE.key]
+    assert (queue.clear(), [*queue.keys]) == ([2], [])
 
 
 def test_who_comes_later_does_not_catch_up() -> None:
@@ -136,7 +148,7 @@ def test_prompts_are_prepared_in_turns() -> None:
         loop.submit(short, lambda: make_request(2, 1, DELTA), OTHER)
         engine.allow(100)
         assert (await asyncio.wait_for(short.get(), PATIENCE_S)).finished
-        assert not any(reader.own_sink.contents for reader in flood)
+        assert not any(reader.contents for reader in flood)
         assert loop.call_aside(lambda: "text", OTHER).result(PATIENCE_S) == "text"
         go.set()
 

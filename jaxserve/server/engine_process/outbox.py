@@ -1,6 +1,5 @@
 """Outputs and other messages on their way to the front end; a thread sends them, so that no step waits for a socket."""
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -12,9 +11,10 @@ from typing import Any, NamedTuple
 
 from jaxserve.api.errors import SHUT_DOWN, EngineDeadError, JaxserveError, RequestFailedError, unforeseen
 from jaxserve.api.outputs import RequestOutput
-from jaxserve.api.turns import Turn, Turns
-from jaxserve.engine.stream import Content
+from jaxserve.api.turns import Turn, TurnQueue
+from jaxserve.engine.stream import Content, Stream
 from jaxserve.frames import FrameError
+from jaxserve.server.tally import Tally
 from jaxserve.server.wire import (
     MAX_FROM_ENGINE_BYTES,
     FromEngine,
@@ -34,32 +34,35 @@ _TOKEN_BYTES = 4
 _LOGPROB_BYTES = 32
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class SocketSink:
-    """Sends the outputs of one request to the front end through the outbox.
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class SocketStream(Stream):
+    """The outputs of a request go to the front end through the outbox.
 
     Attributes:
-        readers: The outbox.
+        outbox: The outbox.
         number: The request's number in messages.
-        request_id: The request's name.
         turn: Whose turn its outputs take.
-        on_end: Called with the sink once it takes nothing more; on any thread.
+        on_end: Called with the stream once it takes nothing more; on any thread.
         is_silent: Set once the client has disconnected, or its outputs cannot be sent.
         has_prompt: Whether an output with the prompt has been taken.
     """
 
-    readers: "Outbox"
+    outbox: "Outbox"
     number: int
-    request_id: str
     turn: Turn
-    on_end: Callable[["SocketSink"], None]
+    on_end: Callable[["SocketStream"], None]
     is_silent: bool = False
     has_prompt: bool = False
 
     @property
+    def readers(self) -> "Outbox":
+        """See ``Stream``."""
+        return self.outbox
+
+    @property
     def has_room(self) -> bool:
         """Whether the outbox has room for more outputs of its key."""
-        return not self.readers.is_full(self.turn.key)
+        return not self.outbox.is_full(self.turn.key)
 
     def sendable(self, content: Content) -> RequestOutput | JaxserveError:
         """Return an output or an error as it is sent: only the first output has the prompt. On any thread."""
@@ -92,7 +95,7 @@ def own_error(error: BaseException, what: str) -> JaxserveError:
 class _Waiting(NamedTuple):
     """A request's output with its estimated size, that waits to be sent."""
 
-    sink: SocketSink
+    stream: SocketStream
     content: RequestOutput | JaxserveError
     num_bytes: int
 
@@ -112,9 +115,8 @@ class Outbox:
         self._connection = connection
         self._limit_bytes = limit_bytes
         self._messages: list[FromEngine] = []
-        self._waiting: dict[str, collections.deque[_Waiting]] = {}
-        self._num_bytes: collections.Counter[str] = collections.Counter()  # by key, of those that are being sent too
-        self._turns = Turns()
+        self._waiting = TurnQueue[_Waiting]()
+        self._num_bytes = Tally()  # by key, of those that are being sent too
         self._is_closing = False
         self._is_broken = False
         self._changed = threading.Condition()  # of all the above
@@ -123,20 +125,16 @@ class Outbox:
 
     def is_full(self, key: str = "") -> bool:
         """Whether an API key has no more room here: its unfinished requests must make no more outputs."""
-        return self._num_bytes[key] > self._limit_bytes / max(1, len(self._num_bytes))
+        return self._num_bytes[key] > self._limit_bytes / max(1, len(self._num_bytes.names))
 
-    def take(self, contents: Sequence[tuple[SocketSink, Content]]) -> None:
+    def take(self, contents: Sequence[tuple[SocketStream, Content]]) -> None:
         """See ``Readers``."""
-        sendable = [(sink, sink.sendable(content)) for sink, content in contents]
-        added = [_Waiting(sink, content, _estimate_bytes(content)) for sink, content in sendable]
+        sendable = [(stream, stream.sendable(content)) for stream, content in contents]
+        added = [_Waiting(stream, content, _estimate_bytes(content)) for stream, content in sendable]
         with self._changed:
             for one in () if self._is_broken else added:
-                key = one.sink.turn.key
-                if key not in self._waiting:
-                    self._waiting[key] = collections.deque()
-                    self._turns.join(key)
-                self._waiting[key].append(one)
-                self._num_bytes[key] += one.num_bytes
+                self._waiting.put(one, one.stream.turn, one.num_bytes)
+                self._num_bytes.add(one.stream.turn.key, one.num_bytes)
             self._changed.notify()
 
     def send(self, message: FromEngine) -> None:
@@ -148,7 +146,7 @@ class Outbox:
 
     def send_heartbeat(self) -> None:
         """Send a heartbeat, unless something else waits, which does as well. On any thread."""
-        if not (self._messages or self._waiting):
+        if not (self._messages or self._waiting.keys):
             self.send(Heartbeat())
 
     def close(self, timeout_s: float) -> None:
@@ -163,15 +161,11 @@ class Outbox:
         outputs: list[_Waiting] = []
         num_bytes = 0
         with self._changed:
-            self._changed.wait_for(lambda: self._messages or self._waiting or self._is_closing)
+            self._changed.wait_for(lambda: self._messages or self._waiting.keys or self._is_closing)
             messages, self._messages = self._messages, []
-            while self._waiting and num_bytes < _FRAME_BYTES:
-                key = self._turns.next(self._waiting)
-                outputs.append(self._waiting[key].popleft())
+            while self._waiting.keys and num_bytes < _FRAME_BYTES:
+                outputs.append(self._waiting.take(self._waiting.keys))
                 num_bytes += outputs[-1].num_bytes
-                self._turns.take(outputs[-1].sink.turn, outputs[-1].num_bytes)
-                if not self._waiting[key]:
-                    del self._waiting[key]
         return messages, outputs
 
     def _run(self) -> None:
@@ -182,8 +176,7 @@ class Outbox:
                 self._connection.sendall(b"".join([*frames, *_frames(outputs)]))
                 with self._changed:
                     for one in outputs:
-                        self._num_bytes[one.sink.turn.key] -= one.num_bytes
-                    self._num_bytes = +self._num_bytes
+                        self._num_bytes.add(one.stream.turn.key, -one.num_bytes)
         except OSError as error:
             logger.warning("outputs can no longer be sent: %s", error)
         except Exception:
@@ -200,27 +193,27 @@ class Outbox:
 
 def _frames(taken: Sequence[_Waiting]) -> Iterator[bytes]:
     """Yield outputs as one frame; a request whose output cannot be sent fails alone."""
-    outputs = [(one.sink, one.content) for one in taken if not one.sink.is_silent]
+    outputs = [(one.stream, one.content) for one in taken if not one.stream.is_silent]
     if not outputs:
         return
     try:
         yield _pack_outputs(outputs)
     except FrameError:  # one output may be the reason
-        yield from (_pack_alone(sink, content) for sink, content in outputs)
+        yield from (_pack_alone(stream, content) for stream, content in outputs)
 
 
-def _pack_outputs(outputs: Sequence[tuple[SocketSink, Any]]) -> bytes:
-    return pack(Outputs([(sink.number, content) for sink, content in outputs]), MAX_FROM_ENGINE_BYTES)
+def _pack_outputs(outputs: Sequence[tuple[SocketStream, Any]]) -> bytes:
+    return pack(Outputs([(stream.number, content) for stream, content in outputs]), MAX_FROM_ENGINE_BYTES)
 
 
-def _pack_alone(sink: SocketSink, content: Any) -> bytes:
+def _pack_alone(stream: SocketStream, content: Any) -> bytes:
     try:
-        return _pack_outputs([(sink, content)])
+        return _pack_outputs([(stream, content)])
     except FrameError as error:
-        logger.error("request %s: cannot send its output: %s", sink.request_id, error)
-        sink.silence()
-        failure = RequestFailedError(f"request {sink.request_id} failed: its output cannot be sent, see the log")
-        return _pack_outputs([(sink, failure)])
+        logger.error("request %s: cannot send its output: %s", stream.request_id, error)
+        stream.silence()
+        failure = RequestFailedError(f"request {stream.request_id} failed: its output cannot be sent, see the log")
+        return _pack_outputs([(stream, failure)])
 
 
 def _estimate_bytes(content: RequestOutput | JaxserveError) -> int:

@@ -10,8 +10,7 @@ from jaxserve.api.outputs import RequestOutput
 from jaxserve.engine.loop import Loop
 from jaxserve.engine.request_state import RequestState
 from jaxserve.engine.startup import StartedEngine
-from jaxserve.engine.stream import Stream
-from jaxserve.server.engine_process.outbox import Outbox, SocketSink, own_error
+from jaxserve.server.engine_process.outbox import Outbox, SocketStream, own_error
 from jaxserve.server.engine_process.queries import Future, Queries, text_cost
 from jaxserve.server.wire import (
     Cancel,
@@ -54,7 +53,7 @@ class Serving:
         self._loop = loop
         self._outbox = outbox
         self._queries = Queries(started, loop, chat_template, reshard)
-        self._requests: dict[int, tuple[Stream, SocketSink]] = {}
+        self._requests: dict[int, SocketStream] = {}
         self._lock = threading.Lock()  # of the dict
 
     def handle(self, message: ToEngine) -> None:
@@ -66,7 +65,7 @@ class Serving:
                 with self._lock:
                     found = self._requests.get(number)
                 if found is not None:
-                    found[1].silence()
+                    found.silence()
         elif isinstance(message, Query):
             self._query(message)
         elif isinstance(message, Stop):
@@ -81,10 +80,17 @@ class Serving:
     def _submit(self, message: Submit) -> None:
         request = message.request
         deadline_s = None if request.timeout_s is None else message.arrival_s + request.timeout_s
-        sink = SocketSink(self._outbox, message.number, request.request_id, request.turn, self._on_end)
-        stream = Stream(sink, request.request_id, deadline_s, "last")
+        stream = SocketStream(
+            outbox=self._outbox,
+            number=message.number,
+            turn=request.turn,
+            on_end=self._on_end,
+            request_id=request.request_id,
+            deadline_s=deadline_s,
+            metrics="last",
+        )
         with self._lock:
-            self._requests[message.number] = stream, sink
+            self._requests[message.number] = stream
 
         def prepare() -> RequestState:
             prepared = self._started.engine.prepare(request, message.arrival_s)
@@ -98,12 +104,12 @@ class Serving:
         except EngineDeadError as error:
             self._loop.refuse(stream, error)
 
-    def _on_end(self, sink: SocketSink) -> None:
-        """Forget a request once its sink takes nothing more, and end the request if it still runs."""
+    def _on_end(self, stream: SocketStream) -> None:
+        """Forget a request once its stream takes nothing more, and end the request if it still runs."""
         with self._lock:
-            found = self._requests.pop(sink.number, None)
-        if found is not None and sink.is_silent:
-            self._loop.drop(found[0])
+            found = self._requests.pop(stream.number, None)
+        if found is not None and stream.is_silent:
+            self._loop.drop(stream)
 
     def _query(self, query: Query) -> None:
         def send(future: Future) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import dataclasses
+import functools
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -43,27 +45,35 @@ class HttpCall:
         frontend: The front end.
         caller: Who sent it.
         request: Path and headers.
-        body: The parsed body; empty for GET.
-        is_long: Whether the body is too long to be read on the event loop.
+        raw: The body as it came; empty for GET.
         unused: Names of fields without effect.
     """
 
     frontend: Frontend
     caller: Caller
     request: Request
-    body: dict[str, Any]
-    is_long: bool = False
+    raw: bytearray
     unused: list[str] = dataclasses.field(default_factory=list[str])
 
+    @functools.cached_property
+    def body(self) -> dict[str, Any]:
+        """The parsed body; parse it in ``read``.
+
+        Raises:
+            RequestError: It is not a JSON object.
+        """
+        return read_json(self.raw)
+
     async def read(self, make: Callable[[], Result]) -> Result:
-        """Call what checks the body and makes something of it: on a thread if the body is long."""
-        return await self.frontend.long_work.run(self.caller.turn, make) if self.is_long else make()
+        """Call what parses and checks the body and makes something of it: on a thread if the body is long."""
+        is_long = len(self.raw) > _LONG_BODY_BYTES
+        return await self.frontend.long_work.run(self.caller.turn, make) if is_long else make()
 
     def fields(self, table: Mapping[str, Check], needs: str) -> dict[str, Any]:
         """Check the body's fields, and that the model it names exists; note those without effect.
 
         Raises:
-            RequestError: A field is wrong, missing or (if the server is strict) unknown.
+            RequestError: The body is not JSON, or a field is wrong, missing or (if the server is strict) unknown.
             UnknownModelError: It names another model.
         """
         fields, self.unused = read_fields(self.body, table, needs=needs, is_strict=self.frontend.config.strict)
@@ -96,9 +106,7 @@ class Endpoint:
         remember_trace(request.headers)
 
         async def respond() -> None:
-            call = HttpCall(self._frontend, caller, request, {}, len(raw) > _LONG_BODY_BYTES)
-            call.body = await call.read(lambda: read_json(raw) if self._has_body else {})
-            response = await self._handler(call)
+            response = await self._handler(HttpCall(self._frontend, caller, request, raw))
             await response(scope, receive, send)
 
         caller = _NOBODY if self._scope is None else _UNKNOWN
@@ -169,21 +177,18 @@ class Endpoint:
             raise HTTPException(408, message, {"Connection": "close"}) from None
 
     def _body_deadline_s(self, begin_s: float, latest_s: float, num_bytes: int) -> float | None:
-        """Return the time by which more of a body must have arrived.
+        """Return the time by which more of a body must have arrived; None: no limit.
 
         Args:
             begin_s: When it began.
             latest_s: When its latest part arrived.
             num_bytes: Bytes so far.
         """
-        config, deadlines = self._frontend.config, list[float]()
-        if config.stall_timeout:
-            deadlines.append(latest_s + config.stall_timeout)
-        if config.stall_timeout and config.min_transfer_rate:
-            deadlines.append(begin_s + config.stall_timeout + num_bytes / config.min_transfer_rate)
-        if config.body_timeout:
-            deadlines.append(begin_s + config.body_timeout)
-        return min(deadlines, default=None)
+        config = self._frontend.config
+        stall_s, body_s = config.stall_timeout or math.inf, config.body_timeout or math.inf
+        sending_s = num_bytes / config.min_transfer_rate if config.min_transfer_rate else math.inf
+        first_s = min(latest_s + stall_s, begin_s + stall_s + sending_s, begin_s + body_s)
+        return first_s if first_s < math.inf else None
 
     def _too_long(self, headers: Mapping[str, str]) -> HTTPException:
         return HTTPException(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -24,13 +25,14 @@ _IDS_FIELDS: Mapping[str, Check] = MappingProxyType({"model": text, "tokens": to
 
 async def tokenize(call: HttpCall) -> ASGIApp:
     """Return the token ids of a text, or of the prompt of a conversation."""
-    is_chat = call.body.get("messages") is not None
-    table, needs = (_CHAT_FIELDS, "messages") if is_chat else (_TEXT_FIELDS, "prompt")
-    fields = await call.read(lambda: call.fields(table, needs))
+    fields = await call.read(lambda: _read_fields(call))
+    is_chat = "messages" in fields
     frontend, has_strings = call.frontend, fields.get("return_token_strs", False)
     turn = call.caller.turn
     strings: list[str] = []
-    with frontend.ledger.admit(call.caller, num_bytes=conversion_bytes(text=fields[needs])):
+    with frontend.ledger.admit(
+        call.caller, num_bytes=conversion_bytes(text=fields["messages" if is_chat else "prompt"])
+    ):
         if is_chat:
             prompt, ids = await frontend.engine.render_chat(chat_arguments(frontend.config, fields), turn)
             if has_strings:
@@ -48,6 +50,13 @@ async def tokenize(call: HttpCall) -> ASGIApp:
     if len(ids) > ITEMS_AT_ONCE:
         return await long_response(body, headers, frontend.long_work, turn)
     return json_response(body, headers=headers)
+
+
+def _read_fields(call: HttpCall) -> dict[str, Any]:
+    """Return the fields of a conversation or of a text."""
+    if call.body.get("messages") is not None:
+        return call.fields(_CHAT_FIELDS, "messages")
+    return call.fields(_TEXT_FIELDS, "prompt")
 
 
 async def detokenize(call: HttpCall) -> Response:

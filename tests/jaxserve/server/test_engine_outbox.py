@@ -16,9 +16,8 @@ from jaxserve.api.logprobs import Logprob
 from jaxserve.api.outputs import CompletionOutput
 from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.engine.request_state import RequestState
-from jaxserve.engine.stream import Stream
 from jaxserve.frames import HEADER
-from jaxserve.server.engine_process.outbox import Outbox, SocketSink
+from jaxserve.server.engine_process.outbox import Outbox, SocketStream
 from jaxserve.server.wire import (
     FromEngine,
     Heartbeat,
@@ -53,15 +52,22 @@ class Line:
         self.engine = FakeEngine()
         self.thread = start_loop(self.engine)
         self.outbox = Outbox(own, limit_bytes)
-        self.ended: list[SocketSink] = []
+        self.ended: list[SocketStream] = []
 
-    def submit(self, number: int, num_tokens: int = 5, params: SamplingParams = DELTA) -> Stream:
-        stream = Stream(self.sink(number), metrics="last")
+    def submit(self, number: int, num_tokens: int = 5, params: SamplingParams = DELTA) -> SocketStream:
+        stream = self.stream(number)
         self.thread.submit(stream, lambda: make_request(number, num_tokens, params))
         return stream
 
-    def sink(self, number: int, turn: Turn = SHARED_TURN) -> SocketSink:
-        return SocketSink(self.outbox, number, f"request-{number}", turn, self.ended.append)
+    def stream(self, number: int, turn: Turn = SHARED_TURN) -> SocketStream:
+        return SocketStream(
+            outbox=self.outbox,
+            number=number,
+            turn=turn,
+            on_end=self.ended.append,
+            request_id=f"request-{number}",
+            metrics="last",
+        )
 
     def run(self, count: int) -> None:
         asyncio.run(self.engine.run(count))
@@ -182,7 +188,7 @@ def test_a_front_end_that_does_not_read_stops_no_step_and_loses_nothing(make_lin
     wait_for(lambda: line.engine.num_steps >= num_tokens and not line.engine.num_unfinished)  # without a single read
     assert line.outbox.is_full()
     rests = len(numbers) * (100 + 4 * num_tokens)  # the last output of each, which needs no room
-    assert line.outbox._num_bytes.total() < 2 * limit_bytes + rests
+    assert line.outbox._num_bytes.total < 2 * limit_bytes + rests
     line.receive(num_filled)
     found = line.read_until_finished(*numbers)
     for number in numbers:
@@ -231,29 +237,29 @@ def test_nothing_more_is_said_to_nobody(make_line: Callable[..., Line]) -> None:
     line = make_line()
     first, second = line.submit(1, 100), line.submit(2, 4)
     line.run(1)
-    cast("SocketSink", first.sink).silence()
+    first.silence()
     line.thread.drop(first)
     line.engine.allow(100)
     found = line.read_until_finished(2)
     assert 1 not in found or len(found[1]) == 1
     assert line.engine.aborted == ["1"]
-    assert line.ended == [first.sink, second.sink]
+    assert line.ended == [first, second]
 
 
 def test_a_refused_request_gets_its_error(make_line: Callable[..., Line]) -> None:
     line = make_line()
-    stream = Stream(line.sink(5))
+    stream = line.stream(5)
     line.thread.refuse(stream, OverloadedError("too many"))
     line.thread.refuse(stream, OverloadedError("too many"))
     ((number, error),) = line.read_outputs()
     assert (number, type(error), str(error)) == (5, OverloadedError, "too many")
-    assert line.ended == [stream.sink]
+    assert line.ended == [stream]
 
 
 def test_a_name_in_use_and_a_dead_engine_are_errors_of_a_request(make_line: Callable[..., Line]) -> None:
     line = make_line()
     line.submit(1, 100_000)
-    line.thread.submit(Stream(line.sink(11)), lambda: make_request(1))
+    line.thread.submit(line.stream(11), lambda: make_request(1))
     line.engine.allow(1)
     (error,) = line.read_until_finished(11)[11]
     assert str(error) == "request id '1' is in use"
@@ -339,11 +345,11 @@ def test_heartbeats_do_not_pile_up(make_line: Callable[..., Line]) -> None:
 def test_large_outputs_of_a_key_hold_up_no_other(make_line: Callable[..., Line]) -> None:
     line = make_line(limit_bytes=4 << 20)
     num_filled = line.fill_socket()
-    sinks = [line.sink(number, Turn("large")) for number in range(1, 11)]
-    line.outbox.take([(sink, output_of("x" * (1 << 20))) for sink in sinks])
-    wait_for(lambda: len(line.outbox._waiting["large"]) == 9)  # the first is being sent
+    streams = [line.stream(number, Turn("large")) for number in range(1, 11)]
+    line.outbox.take([(stream, output_of("x" * (1 << 20))) for stream in streams])
+    wait_for(lambda: len(line.outbox._waiting._items["large"]) == 9)  # the first is being sent
     assert line.outbox.is_full("large") and not line.outbox.is_full("small")
-    line.outbox.take([(line.sink(11, Turn("small")), output_of("y"))])
+    line.outbox.take([(line.stream(11, Turn("small")), output_of("y"))])
     line.outbox.send(QueryResult(99, None))
     assert not line.outbox.is_full("small")
     line.receive(num_filled)
@@ -359,7 +365,7 @@ def test_log_probabilities_of_prompts_count(make_line: Callable[..., Line]) -> N
     line.fill_socket()
     output = output_of("x")
     output.prompt_logprobs = [None, *({token: Logprob(-1.0, 1, "x") for token in range(20)} for _ in range(10))]
-    line.outbox.take([(line.sink(1), output)])
+    line.outbox.take([(line.stream(1), output)])
     assert line.outbox.is_full()
 
 

@@ -226,4 +226,4 @@ def test_prompts_that_have_left_hold_nothing() -> None:
     assert refused == 1000 - (4 + 5)
     for prompt in prompts[:9]:
         prompt.leave()
-    assert (ledger._num_running, ledger._num_waiting_tokens, len(ledger._waiting)) == (0, 0, 0)
+    assert (ledger._num_running, ledger._waiting_tokens.total, len(ledger._waiting)) == (0, 0, 0)
