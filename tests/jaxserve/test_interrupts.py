@@ -363,10 +363,19 @@ def test_an_interrupt_inside_the_move_stops_the_engine_by_name(
 
 def test_close_in_the_middle_of_a_call(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the step, and the call fails."""
-    made = LLM(str(directory), **SETTINGS)
-    before = signal.signal(signal.SIGALRM, lambda number, frame: made.close())
+    made, is_closing = LLM(str(directory), **SETTINGS), threading.Event()
+
+    def close(number: int, frame: Any) -> None:
+        is_closing.set()
+        made.close()
+
+    def ask_to_close() -> None:
+        send(signal.SIGALRM)
+        is_closing.wait(30)  # or a busy machine has all tokens before the handler runs
+
+    before = signal.signal(signal.SIGALRM, close)
     try:
-        do_once(monkeypatch, PLACES[2], lambda: send(signal.SIGALRM), after=True)
+        do_once(monkeypatch, PLACES[2], ask_to_close, after=True)
         for _ in range(2):
             with pytest.raises(EngineDeadError, match="it was closed"):
                 made.generate(PROMPTS, PARAMS.clone(max_tokens=50), use_tqdm=False)

@@ -624,7 +624,7 @@ def test_a_start_that_is_given_up_leaves_no_process(run: Run) -> None:
 
 
 def process_id(client: EngineClient) -> int:
-    assert client._process is not None
+    assert isinstance(client._process, asyncio.subprocess.Process)
     return client._process.pid
 
 
