@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,29 @@ def admit(
     except OSError as error:
         logger.warning("refused a connection from %s: %s", address, error)
     connection.close()
+
+
+def wrong_place(hello: Hello, place: GroupPlace, what: str) -> str | None:
+    """Return why a process cannot have the place that it asks for, whoever else has it; None if it can.
+
+    Args:
+        hello: What it says of itself.
+        place: The place of process 0.
+        what: Whose processes they are and a verb, in the message.
+    """
+    if hello.count != place.count:
+        return f"it expects {hello.count} processes, and {what} {place.count} (nnodes)"
+    if not 1 <= hello.rank < place.count:
+        return f"node_rank={hello.rank} is not one of 1 to {place.count - 1}"
+    return None
+
+
+def not_joined(what: str, missing: Iterable[int], place: GroupPlace) -> str:
+    """Return in words that some ranks did not join process 0 in time; ``what`` says what they are."""
+    return (
+        f"{what} {', '.join(map(str, missing))} of {place.count} did not join at {place.address}:{place.port} "
+        f"within join_timeout={place.join_timeout:g} s"
+    )
 
 
 def greet(connection: PeerConnection, place: GroupPlace) -> Hello:

@@ -13,7 +13,16 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.api.metric_types import Counter, Metric
 from jaxserve.device.build import EnginePlan, plan_engine
-from jaxserve.group.connection import PeerConnection, admit, check_free, listen, machine_name, welcome
+from jaxserve.group.connection import (
+    PeerConnection,
+    admit,
+    check_free,
+    listen,
+    machine_name,
+    not_joined,
+    welcome,
+    wrong_place,
+)
 from jaxserve.group.differences import difference, least
 from jaxserve.group.facts import agreed_plan, early_facts, plan_facts
 from jaxserve.group.job import join_job
@@ -134,20 +143,14 @@ class Leader:
         admit(link, address, self.place, take)
 
     def _problem(self, hello: Hello) -> str | None:
-        if hello.count != self.place.count:
-            return f"it expects {hello.count} processes, and this group has {self.place.count} (nnodes)"
-        if not 1 <= hello.rank < self.place.count:
-            return f"node_rank={hello.rank} is not one of 1 to {self.place.count - 1}"
-        if hello.rank in self._members:
+        problem = wrong_place(hello, self.place, "this group has")
+        if problem is None and hello.rank in self._members:
             return f"node_rank={hello.rank} is taken by {self._members[hello.rank].name}"
-        return None
+        return problem
 
     def _missing(self) -> str:
-        missing = [str(rank) for rank in range(1, self.place.count) if rank not in self._members]
-        return (
-            f"processes {', '.join(missing)} of {self.place.count} did not join at {self.place.address}:"
-            f"{self.place.port} within join_timeout={self.place.join_timeout:g} s"
-        )
+        missing = [rank for rank in range(1, self.place.count) if rank not in self._members]
+        return not_joined("processes", missing, self.place)
 
     def agree(self, config: EngineConfig) -> EnginePlan:
         """Plan the engine; compare versions, files, settings and plans of all processes.

@@ -14,7 +14,7 @@ from typing import Any, final
 from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.api.errors import ConfigError, EngineDeadError
 from jaxserve.child_process import end_of
-from jaxserve.group.connection import PeerConnection, admit, listen, machine_name, welcome
+from jaxserve.group.connection import PeerConnection, admit, listen, machine_name, not_joined, welcome, wrong_place
 from jaxserve.group.differences import common_settings, difference
 from jaxserve.group.messages import End, Ended, Facts, Failed, Follow, Hello, Lead, Leading, Piece, Signal, ToNode
 from jaxserve.group.secure_link import check_certificate
@@ -225,11 +225,8 @@ class Nodes:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            missing = [str(rank) for rank in ranks if rank not in self._waiting]
-            raise ConfigError(
-                f"nodes {', '.join(missing)} of {self.place.count} did not join at {self.place.address}:"
-                f"{self.place.port} within join_timeout={self.place.join_timeout:g} s"
-            ) from None
+            missing = [rank for rank in ranks if rank not in self._waiting]
+            raise ConfigError(not_joined("nodes", missing, self.place)) from None
         finally:
             self._wanted.difference_update(ranks)
         return [self._waiting.pop(rank) for rank in ranks]
@@ -270,10 +267,9 @@ class Nodes:
 
     def _reserve(self, hello: Hello) -> str | None:
         """Return why a node cannot have its rank; None: it has it now."""
-        if hello.count != self.place.count:
-            return f"it expects {hello.count} processes, and there are {self.place.count} (nnodes)"
-        if not 1 <= hello.rank < self.place.count:
-            return f"node_rank={hello.rank} is not one of 1 to {self.place.count - 1}"
+        problem = wrong_place(hello, self.place, "there are")
+        if problem is not None:
+            return problem
         with self._lock:
             if hello.rank in self._ranks:
                 return f"node_rank={hello.rank} is taken by {self._ranks[hello.rank]}"
