@@ -25,12 +25,11 @@ from jaxserve.group.replicas import ReplicaGroups, arguments_of_groups, secret_o
 from jaxserve.group.settings import GroupPlace
 from jaxserve.log_output import LogFormat
 from jaxserve.server.engine_process.spawn import engine_command, engine_environment
-from jaxserve.server.nodes import UNREACHABLE_S, node_facts
+from jaxserve.server.nodes import PIECE_BYTES, UNREACHABLE_S, node_facts
 from jaxserve.server.wire import MAX_TO_ENGINE_BYTES, Start, pack, unpack
 
 logger = logging.getLogger(__name__)
 
-_PIECE_BYTES = 1 << 18
 _EXIT_S = 10.0  # from the end of an engine process's socket to its own
 _FAREWELL_S = 5.0  # for a follower to learn from its group's process 0 why it ends
 
@@ -164,7 +163,7 @@ class _LedEngine:
     def _pass_on(self) -> None:
         """Send the front end what the process sends, and its end."""
         with contextlib.suppress(OSError):
-            while data := self._socket.recv(_PIECE_BYTES):
+            while data := self._socket.recv(PIECE_BYTES):
                 self._link.send(Piece(data))
         try:
             status = self._process.wait(_EXIT_S)

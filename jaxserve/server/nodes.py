@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 UNREACHABLE_S = 20
 """Seconds after which a machine that cannot be reached counts as lost."""
-_PIECE_BYTES = 1 << 18
+PIECE_BYTES = 1 << 18
+"""Most bytes of a ``Piece``."""
 _ACCEPT_S = 0.2
 
 
@@ -146,7 +147,7 @@ class Node:
     def _pass_on(self, engine: socket.socket) -> None:
         """Send the node what the front end sends the engine process."""
         with engine, contextlib.suppress(OSError):
-            while data := engine.recv(_PIECE_BYTES):
+            while data := engine.recv(PIECE_BYTES):
                 self._connection.send(Piece(data))
         self._connection.close()
 
