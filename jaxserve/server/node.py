@@ -8,7 +8,6 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from jaxserve.group.messages import End, Ended, Facts, Failed, Follow, Lead, Lea
 from jaxserve.group.ports import PortPair
 from jaxserve.group.replicas import ReplicaGroups, arguments_of_groups, secret_of_group
 from jaxserve.group.settings import GroupPlace
-from jaxserve.log_output import LogFormat
+from jaxserve.log_output import LogFormat, relayed
 from jaxserve.server.engine_process.spawn import engine_command, engine_environment
 from jaxserve.server.nodes import PIECE_BYTES, UNREACHABLE_S, node_facts
 from jaxserve.server.wire import MAX_TO_ENGINE_BYTES, Start, pack, unpack
@@ -127,12 +126,14 @@ class _LedEngine:
         self._num_signals = 0
         self._pieces: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._socket, other = socket.socketpair()
-        with other:
+        log_name = f"{name} rank 0"
+        with other, relayed(log_name, has_prefix=True) as written:
             self._process = subprocess.Popen(
-                engine_command(other.fileno(), log_format, f"{name} rank 0"),
+                engine_command(other.fileno(), log_format, log_name),
                 pass_fds=(other.fileno(),),
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),
+                stdout=written,
+                stderr=written,
                 env=engine_environment({}),
             )
 
