@@ -84,7 +84,7 @@ def _runner(form: Form | None, rows: int, outer: int, inner: int, count: int) ->
     return lambda: run(x, *weights).block_until_ready(), count * first.nbytes
 
 
-def _in_turns(runners: dict[str, Callable[[], Any]], turns: int) -> dict[str, list[float]]:
+def in_turns(runners: dict[str, Callable[[], Any]], turns: int) -> dict[str, list[float]]:
     """Return the seconds of each, which take turns."""
     taken: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(turns):
@@ -108,9 +108,9 @@ def measure(outer: int, inner: int, megabytes: int, turns: int) -> dict[str, Any
         program = _limits_program(folder)
         for _ in range(turns):
             limits.append(_measured_limits(program, megabytes))
-            for name, seconds in _in_turns(runners, 1).items():
+            for name, seconds in in_turns(runners, 1).items():
                 cold[name] += seconds
-    many = _in_turns({name: _runner(form, 512, outer, inner, 1)[0] for name, form in _FORMS.items()}, turns)
+    many = in_turns({name: _runner(form, 512, outer, inner, 1)[0] for name, form in _FORMS.items()}, turns)
     found: dict[str, Any] = {"instructions": instructions(), "threads": num_threads(), "forms": {}}
     for field in ("read_gb_s", "clock_ghz"):
         found[field] = round(statistics.median(each[field] for each in limits), 2)

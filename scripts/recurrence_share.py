@@ -11,7 +11,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from pallas_kernels import delta_net, delta_net_native, linear_native, mamba2, m
 from pallas_kernels.linear import Fused
 from pallas_kernels.native_library import instructions, num_threads
 from pallas_kernels.recurrent_states import States
+from scripts.quantized_products import in_turns
 
 
 class Layer(NamedTuple):
@@ -93,14 +93,8 @@ def _measure(layer: Layer, turns: int) -> dict[str, Any]:
     heads, num_tokens = case.heads, case.num_tokens
     projections = [(heads.width, layer.width), (layer.width, heads.inner)]
     sizes = [*projections, (2 * layer.mlp, layer.width), (layer.width, layer.mlp)]
-    calls = _recurrence(layer), _matmuls(sizes, num_tokens)
-    taken: list[list[float]] = [[], []]
-    for turn in range(turns + 1):
-        for call, seconds in zip(calls, taken, strict=True):
-            start = time.perf_counter()
-            call()
-            if turn:  # the first one compiles
-                seconds.append(time.perf_counter() - start)
+    runners = {"recurrence": _recurrence(layer), "matmuls": _matmuls(sizes, num_tokens)}
+    taken = [seconds[1:] for seconds in in_turns(runners, turns + 1).values()]  # the first turn compiles
     recurrence, matmuls = (1e6 * statistics.median(seconds) / num_tokens for seconds in taken)
     ratios = [one / other for one, other in zip(*taken, strict=True)]
     return {
