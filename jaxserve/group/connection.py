@@ -216,7 +216,7 @@ def admit(
 
 
 def wrong_place(hello: Hello, place: GroupPlace, what: str) -> str | None:
-    """Return why a process cannot have the place that it asks for, whoever else has it; None if it can.
+    """Return why a process cannot have the place that it asks for; None if it can.
 
     Args:
         hello: What it says of itself.
