@@ -5,6 +5,7 @@
 typedef struct {
   DeltaNet layer;
   ComputeDeltaNet compute;
+  int64_t num_used;  // tokens of all rows
   _Alignas(64) atomic_llong next;
   atomic_int failed;
 } DeltaNetJob;
@@ -24,6 +25,7 @@ typedef struct {
 } ShortConvolutionJob;
 
 enum { ROW_ARRAYS = 4, SHARED_AT_ONCE = 4, TOKENS_AT_ONCE = 8, CHANNELS_AT_ONCE = 128 };
+enum { HEADS_AT_ONCE = 8, PIECES_PER_THREAD = 4 };
 
 static int is_f32(const FfiBuffer *buffer, int64_t count) { return buffer->dtype == FFI_F32 && elements(buffer) == count; }
 
@@ -77,13 +79,21 @@ static void clear_padding(const FfiBuffer *out, int64_t used, int64_t num_tokens
   memset((char *)out->data + (size_t)used * size, 0, (size_t)(num_tokens - used) * size);
 }
 
+// How many neighbouring heads a thread takes at a time. Where each row has one token, a head's pass reads the next head's
+// state ahead; threads that took every other head would take these lines from each other.
+static int64_t heads_at_once(const StateRows *rows, int64_t heads, int64_t num_used) {
+  const int64_t fair = rows->count * heads / (PIECES_PER_THREAD * num_threads());
+  return num_used > rows->count || fair < 1 ? 1 : fair < HEADS_AT_ONCE ? fair : HEADS_AT_ONCE;
+}
+
 static void delta_net_job(void *context) {
   DeltaNetJob *job = context;
-  const int64_t heads = job->layer.key_heads;
+  const int64_t heads = job->layer.key_heads, total = job->layer.rows.count * heads;
+  const int64_t at_once = heads_at_once(&job->layer.rows, heads, job->num_used);
   float *scratch = reserve(OF_JOB, sizeof(float) * (size_t)delta_net_scratch(&job->layer));
   if (!scratch) job->failed = 1;
-  for (int64_t i; scratch && (i = atomic_fetch_add(&job->next, 1)) < job->layer.rows.count * heads;)
-    job->compute(&job->layer, i / heads, i % heads, scratch);
+  for (int64_t i; scratch && (i = at_once * atomic_fetch_add(&job->next, 1)) < total;)
+    for (int64_t j = i; j < i + at_once && j < total; j++) job->compute(&job->layer, j / heads, j % heads, scratch);
 }
 
 static int is_delta_net(FfiFrame *frame, const DeltaNet *d) {
@@ -132,10 +142,10 @@ EXPORT FfiError *jaxserve_delta_net(FfiFrame *frame) {
   job.layer.rows = rows_of(rows, ffi_argument(frame, 9));
   job.layer.width = x->dims[1];
   job.layer.convolution = convolution_of(ffi_argument(frame, 1), ffi_argument(frame, 2), tail);
-  const int64_t used = count_tokens(&job.layer.rows, x->dims[0], tail->dims[0]);
-  if (used < 0) return ffi_error(frame, "jaxserve_delta_net: rows name tokens or pages that do not exist");
-  clear_padding(out, used, x->dims[0]);
-  if (used) run_job(delta_net_job, &job);
+  job.num_used = count_tokens(&job.layer.rows, x->dims[0], tail->dims[0]);
+  if (job.num_used < 0) return ffi_error(frame, "jaxserve_delta_net: rows name tokens or pages that do not exist");
+  clear_padding(out, job.num_used, x->dims[0]);
+  if (job.num_used) run_job(delta_net_job, &job);
   return job.failed ? ffi_error(frame, "jaxserve_delta_net: out of memory") : 0;
 }
 
@@ -151,11 +161,13 @@ static void mamba2_shared_job(void *context) {
 
 static void mamba2_heads_job(void *context) {
   Mamba2Job *job = context;
-  const int64_t heads = job->layer.heads;
+  const int64_t heads = job->layer.heads, total = job->layer.rows.count * heads;
+  const int64_t at_once = heads_at_once(&job->layer.rows, heads, job->num_used);
   float *scratch = reserve(OF_JOB, sizeof(float) * (size_t)mamba2_scratch(&job->layer));
   if (!scratch) job->failed = 1;
-  for (int64_t i; scratch && (i = atomic_fetch_add(&job->next, 1)) < job->layer.rows.count * heads;)
-    job->kernels->compute_head(&job->layer, i / heads, i % heads, scratch);
+  for (int64_t i; scratch && (i = at_once * atomic_fetch_add(&job->next, 1)) < total;)
+    for (int64_t j = i; j < i + at_once && j < total; j++)
+      job->kernels->compute_head(&job->layer, j / heads, j % heads, scratch);
 }
 
 static void mamba2_norm_job(void *context) {
