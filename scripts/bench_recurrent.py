@@ -58,6 +58,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "vocab_size": 65536},
         **{"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 12288},
         **{"num_attention_heads": 32, "num_key_value_heads": 8, "conv_L_cache": 3, "conv_dim": 2048, "norm_eps": 1e-5},
+        **{"block_dim": 2048, "block_ff_dim": 12288, "block_auto_adjust_ff_dim": True, "block_multiple_of": 256},
+        "block_ffn_dim_multiplier": 1.0,
         "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
     },
     "granite-4-h-350m": {
