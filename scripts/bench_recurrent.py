@@ -7,10 +7,10 @@
 Each shape has a dense Llama of the same width, depth and vocabulary, whose MLPs are as wide as its step reads as many
 bytes: those of the hybrid's weights, and its states read and written. The two take turns, each in a process of its own
 (bfloat16, one stream). ``decode`` is the ratio of their speeds after 128 tokens, ``growth`` what a step of the hybrid
-takes after 8,192 tokens relative to one after 128, in turns in one process, ``checkpoints`` what a step takes more
-where the prefix cache keeps states. Medians over rounds, with the least and the most. ``--write`` measures nothing: it
-writes the hybrids with random weights, ``SHAPE-bf16`` each, which ``bench_quantized.py --size SHAPE`` runs in other
-engines; llama.cpp needs a tokenizer with merges, which that of the demo model lacks.
+takes after 8,192 tokens relative to one after 128, in turns in one process. Medians over rounds, with the least and the
+most. ``--write`` measures nothing: it writes the hybrids with random weights, ``SHAPE-bf16`` each, which
+``bench_quantized.py --size SHAPE`` runs in other engines; llama.cpp needs a tokenizer with merges, which that of the
+demo model lacks.
 """
 
 import argparse
@@ -155,9 +155,9 @@ def _in_child(model: Path, caches: bool, turns: int, *lengths: int) -> list[dict
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _short_s(model: Path, caches: bool) -> float:
+def _short_s(model: Path) -> float:
     """Return the seconds of a step after a short prompt, in a process of its own."""
-    return statistics.median(turn[str(_SHORT)] for turn in _in_child(model, caches, _REPETITIONS, _SHORT))
+    return statistics.median(turn[str(_SHORT)] for turn in _in_child(model, False, _REPETITIONS, _SHORT))
 
 
 def _row(name: str, rounds: int, folder: Path) -> dict[str, Any]:
@@ -165,11 +165,10 @@ def _row(name: str, rounds: int, folder: Path) -> dict[str, Any]:
     needs = plan_engine(EngineConfig.from_arguments(str(hybrid), **_settings())).needs
     num_bytes = needs.weights + 2 * needs.state
     dense = _write(folder / f"{name}-dense", dense_twin(SHAPES[name], num_bytes))
-    found: dict[str, list[float]] = {"decode": [], "checkpoints": [], "tokens per second": []}
+    found: dict[str, list[float]] = {"decode": [], "tokens per second": []}
     for _ in range(rounds):
-        own = _short_s(hybrid, False)
-        found["decode"].append(_short_s(dense, False) / own)
-        found["checkpoints"].append(_short_s(hybrid, True) / own - 1)
+        own = _short_s(hybrid)
+        found["decode"].append(_short_s(dense) / own)
         found["tokens per second"].append(1 / own)
     turns = _in_child(hybrid, True, rounds, _SHORT, _LONG)
     found["growth"] = [turn[str(_LONG)] / turn[str(_SHORT)] for turn in turns]

@@ -4,7 +4,8 @@
 
 512 tokens in one row through the native kernel (convolution, recurrence, norm and gate), and through native matmuls
 with the layer's bfloat16 weights (input and output projections, and the MLP), in turns; the ratio is the median over
-turns, with the least and the most.
+turns, with the least and the most. *Kept states* is what the layer takes more where it keeps its state after every 64
+tokens for the prefix cache, relative to both together.
 """
 
 import argparse
@@ -39,15 +40,17 @@ class Layer(NamedTuple):
     mlp: int
 
 
+_KEPT_EVERY = 64
 LAYERS: Mapping[str, Layer] = {
     "Qwen3.5-0.8B": Layer(delta_net, delta_net_native, "qwen3.5_0.8b_prefill_512", 1024, 3584),
     "Granite-4-h-350m": Layer(mamba2, mamba2_native, "granite_350m_prefill_512", 768, 2048),
 }
 
 
-def _recurrence(layer: Layer) -> Callable[[], Any]:
-    """Return a call of the kernel, which updates its states in place."""
+def _recurrence(layer: Layer, kept: Sequence[int] = ()) -> Callable[[], Any]:
+    """Return a call of the kernel, which updates its states in place and keeps those after some numbers of tokens."""
     case = layer.operation.BENCHES[layer.bench]
+    case = case._replace(rows=(case.rows[0]._replace(snapshots=tuple(kept)),))
     inputs = layer.operation.make_inputs(case, jax.random.key(0))
     prepared = layer.operation.prepare(layer.implementation, case, inputs)
     if layer.operation is mamba2:
@@ -93,14 +96,20 @@ def _measure(layer: Layer, turns: int) -> dict[str, Any]:
     heads, num_tokens = case.heads, case.num_tokens
     projections = [(heads.width, layer.width), (layer.width, heads.inner)]
     sizes = [*projections, (2 * layer.mlp, layer.width), (layer.width, layer.mlp)]
-    runners = {"recurrence": _recurrence(layer), "matmuls": _matmuls(sizes, num_tokens)}
+    runners = {
+        "recurrence": _recurrence(layer),
+        "matmuls": _matmuls(sizes, num_tokens),
+        "with kept states": _recurrence(layer, range(_KEPT_EVERY, num_tokens, _KEPT_EVERY)),
+    }
     taken = [seconds[1:] for seconds in in_turns(runners, turns + 1).values()]  # the first turn compiles
-    recurrence, matmuls = (1e6 * statistics.median(seconds) / num_tokens for seconds in taken)
-    ratios = [one / other for one, other in zip(*taken, strict=True)]
+    recurrence, matmuls, _ = (1e6 * statistics.median(seconds) / num_tokens for seconds in taken)
+    ratios = [one / other for one, other, _ in zip(*taken, strict=True)]
+    kept = [(more - one) / (one + other) for one, other, more in zip(*taken, strict=True)]
     return {
         "recurrence, µs per token": round(recurrence, 2),
         "matmuls, µs per token": round(matmuls, 2),
         "ratio": [round(f(ratios), 3) for f in (statistics.median, min, max)],
+        "kept states": [round(f(kept), 4) for f in (statistics.median, min, max)],
     }
 
 
