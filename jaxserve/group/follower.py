@@ -1,6 +1,7 @@
 """A follower of a group: every process but number 0. It plans nothing; it launches the steps that it is sent."""
 
 import contextlib
+import dataclasses
 import faulthandler
 import logging
 import os
@@ -207,6 +208,7 @@ class Follower:
             CheckpointError: The checkpoint cannot be read.
         """
         joined = self._link.expect(Joined)
+        config = dataclasses.replace(config, **joined.moved)
         processes = Processes(self._place.count, joined.num_on_host)
         join_job(self._place)
         self._link.send(Facts(early_facts(config)))

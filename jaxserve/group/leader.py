@@ -92,8 +92,11 @@ class Leader:
 
     # ---------------------------------------------------------------- start
 
-    def join(self) -> None:
+    def join(self, moved: dict[str, Any] | None = None) -> None:
         """Wait for all followers, and start the JAX job with them.
+
+        Args:
+            moved: Settings with which all start in place of those of the command; see ``Resharder``.
 
         Raises:
             ConfigError: The address cannot be used, or some followers are missing after ``join_timeout``.
@@ -102,10 +105,9 @@ class Leader:
         machines = [machine_name(), *(member.hello.machine for member in self.members)]
         self.processes = Processes(self.place.count, machines.count(machines[0]))
         for member in self.members:
-            member.send(Joined(machines.count(member.hello.machine)))
-            threading.Thread(
-                target=self._watch, args=(member,), name=f"jaxserve-rank-{member.rank}", daemon=True
-            ).start()
+            member.send(Joined(machines.count(member.hello.machine), moved or {}))
+            name = f"jaxserve-rank-{member.rank}"
+            threading.Thread(target=self._watch, args=(member,), name=name, daemon=True).start()
         threading.Thread(target=self._report, name="jaxserve-group-reports", daemon=True).start()
         threading.Thread(target=self._beat, name="jaxserve-group", daemon=True).start()
         logger.info("all %d processes have joined: %s", self.place.count, ", ".join(self.names))
@@ -125,7 +127,8 @@ class Leader:
                     link, address = listener.accept()
                     threading.Thread(target=self._accept, args=(link, address[0], lock), daemon=True).start()
                 if time.monotonic() > deadline_s:
-                    self._refuse_all(self._missing())
+                    missing = [rank for rank in range(1, place.count) if rank not in self._members]
+                    self._refuse_all(not_joined("processes", missing, place))
         for member in self.members:
             member.connection.set_timeout(None)
 
@@ -147,10 +150,6 @@ class Leader:
         if problem is None and hello.rank in self._members:
             return f"node_rank={hello.rank} is taken by {self._members[hello.rank].name}"
         return problem
-
-    def _missing(self) -> str:
-        missing = [rank for rank in range(1, self.place.count) if rank not in self._members]
-        return not_joined("processes", missing, self.place)
 
     def agree(self, config: EngineConfig) -> EnginePlan:
         """Plan the engine; compare versions, files, settings and plans of all processes.
