@@ -201,7 +201,7 @@ class Follower:
         self._forget()
 
     def start(self, config: EngineConfig) -> None:
-        """Join, agree on what to run, compile and load.
+        """Agree on what to run, join the JAX job, compile and load.
 
         Raises:
             ConfigError: A setting is wrong, or the processes differ.
@@ -210,9 +210,9 @@ class Follower:
         joined = self._link.expect(Joined)
         config = dataclasses.replace(config, **joined.moved)
         processes = Processes(self._place.count, joined.num_on_host)
-        join_job(self._place)
         self._link.send(Facts(early_facts(config)))
         self._link.expect(Agreed)
+        join_job(self._place)
         plan = plan_engine(config, processes=processes)
         self._link.send(Facts(plan_facts(plan)))
         plan = agreed_plan(config, plan, self._link.expect(Agreed).values, processes)

@@ -93,7 +93,7 @@ class Leader:
     # ---------------------------------------------------------------- start
 
     def join(self, moved: dict[str, Any] | None = None) -> None:
-        """Wait for all followers, and start the JAX job with them.
+        """Wait for all followers.
 
         Args:
             moved: Settings with which all start in place of those of the command; see ``Resharder``.
@@ -111,7 +111,6 @@ class Leader:
         threading.Thread(target=self._report, name="jaxserve-group-reports", daemon=True).start()
         threading.Thread(target=self._beat, name="jaxserve-group", daemon=True).start()
         logger.info("all %d processes have joined: %s", self.place.count, ", ".join(self.names))
-        join_job(self.place)
 
     def _accept_all(self) -> None:
         place, deadline_s = self.place, time.monotonic() + self.place.join_timeout
@@ -152,12 +151,13 @@ class Leader:
         return problem
 
     def agree(self, config: EngineConfig) -> EnginePlan:
-        """Plan the engine; compare versions, files, settings and plans of all processes.
+        """Compare versions, files and settings of all processes, start the JAX job, plan the engine, compare the plans.
 
         Raises:
             ConfigError: A setting is wrong, or the processes differ; all of them are told.
         """
         self._compare(early_facts(config))
+        join_job(self.place)
         plan = plan_engine(config, processes=self.processes)
         facts = plan_facts(plan)
         return agreed_plan(config, plan, self._compare(facts), self.processes)
