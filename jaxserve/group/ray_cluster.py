@@ -291,7 +291,7 @@ def _connected() -> Any:
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
-        raise ConfigError(f"{flag} requires the package ray >= 2.52: pip install 'jaxserve[ray]' ({error})") from error
+        raise ConfigError(f"{flag} requires the package ray >= 2.54: pip install 'jaxserve[ray]' ({error})") from error
     address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)

@@ -192,7 +192,7 @@ def test_ray_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(ConfigError, match=r"requires the package ray >= 2.52: pip install 'jaxserve\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"requires the package ray >= 2.54: pip install 'jaxserve\[ray\]'"):
         ray_cluster._connected()
     monkeypatch.setattr(importlib, "import_module", lambda name: FakeRay(None))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
