@@ -21,6 +21,7 @@ from typing import Any, Final
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _GROUP, _NODES = "tests/faults/test_group.py", "tests/jaxserve/group/test_nodes.py"
+_MOVES = "tests/jaxserve/group/test_group_moves.py"
 ROWS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "killed": f"{_GROUP}::test_a_killed_follower",
@@ -38,6 +39,7 @@ ROWS: Final[Mapping[str, str]] = MappingProxyType(
         "drained": f"{_GROUP}::test_a_signal_to_the_launcher_drains",
         "follower-signalled": f"{_GROUP}::test_a_signal_to_a_follower_is_left_to_rank_0",
         "restarted": f"{_GROUP}::test_a_group_that_is_started_again",
+        "restarted-after-a-move": f"{_MOVES}::test_a_group_that_has_moved_starts_again_where_it_was",
         "link-down": "tests/faults/test_hosts.py::test_two_hosts_and_a_link_that_goes_down",
         "slow-link": "tests/faults/test_hosts.py::test_a_slow_link_is_no_fault",
         "one-by-one": f"{_NODES}::test_processes_started_one_by_one",
@@ -50,6 +52,7 @@ ROWS: Final[Mapping[str, str]] = MappingProxyType(
         "certificates": "tests/jaxserve/group/test_secure_link.py::test_strangers_are_refused_by_name",
         "slurm-killed": "tests/jaxserve/group/test_slurm.py::test_a_killed_task_ends_the_step",
         "ray-killed": "tests/jaxserve/group/test_ray.py::test_a_gang_that_is_made_again",
+        "ray-group-killed": "tests/jaxserve/group/test_ray.py::test_the_end_of_one_group_leaves_the_others",
     }
 )
 """The test of each row."""

@@ -102,3 +102,23 @@ def test_a_batch_job_is_queued_again_after_a_failure(status: int, is_queued_agai
     assert (tmp_path / "secret").read_text() == "60032\n"
     assert (tmp_path / "again").exists() == is_queued_again
     assert not re.findall(r"jaxserve-group\.\S+", " ".join(os.listdir(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "kills"),
+    [
+        ("--mesh tensor=2", 1),
+        ("--data-parallel-size 2", 0),
+        ("--data-parallel-size=2 --restart-engine", 0),
+        ("-dp 2", 0),
+        ("--mesh data=2,tensor=2", 0),
+    ],
+)
+def test_a_task_that_ends_ends_its_group_alone(flags: str, kills: int, tmp_path: Path) -> None:
+    """The tasks of one group end together; those of several do not."""
+    (tmp_path / "srun").write_text(f'#!/usr/bin/env bash\necho "$@" > {tmp_path}/asked\n')
+    (tmp_path / "srun").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JAXSERVE_SHARED": str(tmp_path), "SLURM_JOB_ID": "7"}
+    script = ["bash", str(DEPLOY / "slurm.sbatch"), "demo", *flags.split()]
+    subprocess.run(script, env=environment, capture_output=True, timeout=60, check=True)
+    assert f"--kill-on-bad-exit={kills} " in (tmp_path / "asked").read_text()

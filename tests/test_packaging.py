@@ -163,7 +163,7 @@ def test_constraints_lie_within_the_ranges() -> None:
     """The tested sets are ones that `pip install jaxserve` would accept."""
     requirements = pytest.importorskip("packaging.requirements")
     project = METADATA["project"]
-    extras = [project["optional-dependencies"][extra] for extra in ("dev", "clients", "otel", "research")]
+    extras = [project["optional-dependencies"][extra] for extra in ("dev", "clients", "otel", "research", "ray")]
     names = [requirements.Requirement(text) for some in [project["dependencies"], *extras] for text in some]
     for file in (REPOSITORY / "scripts").glob("constraints-*.txt"):
         pins = dict(line.split("==") for line in file.read_text().splitlines() if not line.startswith("#"))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxserve.api.config import EngineConfig
-from jaxserve.api.config_checks import parse_mesh
+from jaxserve.api.config_checks import MESH_FIELDS, parse_mesh
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.device.memory import MemoryLedger, return_freed_memory
@@ -43,6 +43,7 @@ Call = Callable[[Callable[[], Any]], Any]
 """Calls a function on the thread of an engine's steps, between two steps, and returns its result."""
 Deliver = Callable[[list[RequestState]], object]
 """Receives, on that thread, the requests that the last steps before a move changed."""
+_MOVED = ("mesh", *MESH_FIELDS.values(), "stage_layers", "layout", "enable_expert_parallel", "compile_sizes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,12 +265,13 @@ class Resharder:
     Args:
         config: The engine's settings.
         started: The engine.
+        given: The settings before any change, if it was started with those of one (see ``moved``).
     """
 
-    def __init__(self, config: EngineConfig, started: StartedEngine):
+    def __init__(self, config: EngineConfig, started: StartedEngine, given: EngineConfig | None = None):
         self.config = config
         self.started = started
-        self._compile_sizes = config.compile_sizes
+        self._compile_sizes = (given or config).compile_sizes
         self._lock = threading.Lock()
 
     def reshard(
@@ -312,6 +314,11 @@ class Resharder:
         finally:
             self._lock.release()
             return_freed_memory()
+
+    @property
+    def moved(self) -> dict[str, Any]:
+        """The settings that changes may set, as they are now: an engine that starts with them is where this one is."""
+        return {name: getattr(self.config, name) for name in _MOVED}
 
     def _changes(self, mesh: str | None, layout: Any) -> dict[str, Any]:
         """Return the settings that change with the mesh or layout, and the sizes that requests rely on."""

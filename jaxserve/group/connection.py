@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxserve.api.errors import ConfigError
 from jaxserve.frames import HEADER, check_length
+from jaxserve.group.differences import NONE, in_words
 from jaxserve.group.messages import (
     CODEC,
     MAX_BYTES,
@@ -27,15 +28,18 @@ from jaxserve.group.messages import (
     ToLeader,
     Welcome,
 )
-from jaxserve.group.secure_link import SecureLink, check_certificate, is_distrust, reason_of
+from jaxserve.group.secure_link import SecureLink, check_certificate, is_distrust, reason_of, speaks_no_tls
 from jaxserve.group.settings import GroupPlace, host_name
 
 logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 10.0
 _NONCE_BYTES = 32
+_FIRST_WORD_S = 5.0  # of a process that speaks TLS
 _RETRY_S = 0.2
 _NUM_PROBES = 3
+_TLS_HANDSHAKE = b"\x16\x03"
+_CERTIFICATE = "setting group_certfile"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -87,6 +91,8 @@ class PeerConnection:
         header = self._read(HEADER.size)
         if len(header) < HEADER.size:
             raise ConnectionError("the other side has closed the connection")
+        if header.startswith(_TLS_HANDSHAKE):  # as a length, more than any message has
+            raise ConnectionError(_about_certificates("a file", NONE))
         try:
             (length,) = HEADER.unpack(header)
             return CODEC.unpack(self._read(check_length(length, limit_bytes)))
@@ -178,7 +184,10 @@ def join_leader(place: GroupPlace) -> PeerConnection:
             return dial(place.address, place.port, place, peer_name=place.address)
         except OSError as error:
             if is_distrust(error):
-                raise ConfigError(f"process 0 at {place.address}:{place.port}: {reason_of(error)}") from error
+                reason = reason_of(error)
+                if speaks_no_tls(error):
+                    reason += f": {in_words('this process', 'process 0', _CERTIFICATE, place.certfile, NONE)}"
+                raise ConfigError(f"process 0 at {place.address}:{place.port}: {reason}") from error
             if time.monotonic() > until_s:
                 raise ConfigError(
                     f"rank {place.rank} (host {host_name()}) cannot join the group at {place.address}:{place.port} "
@@ -198,9 +207,8 @@ def admit(
         place: The place of this process in the group.
         take: Calls ``welcome`` and keeps the connection, or returns why it does not.
     """
-    link.settimeout(_HANDSHAKE_S)
     try:
-        connection = open_connection(link, place, is_leader=True)
+        connection = _accepted(link, place)
     except OSError as error:
         logger.warning("refused a connection from %s: %s", address, reason_of(error))
         return
@@ -213,6 +221,31 @@ def admit(
     except OSError as error:
         logger.warning("refused a connection from %s: %s", address, error)
     connection.close()
+
+
+def _accepted(link: socket.socket, place: GroupPlace) -> PeerConnection:
+    """Return a connection over a socket of this side's listener; closes it on failure.
+
+    Raises:
+        OSError: The other side has ended, shows no certificate that this side trusts, or speaks no TLS and is told so.
+    """
+    is_plain = place.certfile is not None and _is_silent(link)
+    link.settimeout(_HANDSHAKE_S)
+    if not is_plain:
+        return open_connection(link, place, is_leader=True)
+    problem = _about_certificates(NONE, "a file")
+    with contextlib.closing(PeerConnection(link)) as connection:
+        connection.send(End(problem))
+    raise ConnectionError(problem)
+
+
+def _is_silent(link: socket.socket) -> bool:
+    """Return whether the other side waits for this one to speak first, as it does without TLS."""
+    link.settimeout(_FIRST_WORD_S)
+    with contextlib.suppress(OSError):  # the first read of the connection says what it is
+        link.recv(1, socket.MSG_PEEK)
+        return False
+    return True
 
 
 def wrong_place(hello: Hello, place: GroupPlace, what: str) -> str | None:
@@ -253,6 +286,11 @@ def greet(connection: PeerConnection, place: GroupPlace) -> Hello:
     return hello
 
 
+def _about_certificates(theirs: str, mine: str) -> str:
+    """Return why a process is refused that speaks TLS as only one of the two does."""
+    return in_words("it", "the process that it connects to", _CERTIFICATE, theirs, mine)
+
+
 def _has_secret(place: GroupPlace, nonce: bytes, hello: Any) -> bool:
     """Return whether a message is a ``Hello`` signed with the group's secret."""
     if not isinstance(hello, Hello) or not isinstance(hello.nonce, bytes) or not isinstance(hello.proof, bytes):
@@ -273,6 +311,8 @@ def introduce(connection: PeerConnection, place: GroupPlace) -> None:
         ConfigError: The leader refuses this process, or does not have the secret.
     """
     challenge = connection.receive(MAX_HELLO_BYTES)
+    if isinstance(challenge, End):
+        raise ConfigError(f"process 0 of the group refuses this one: {challenge.reason}")
     if not isinstance(challenge, Challenge) or not isinstance(challenge.nonce, bytes):
         raise ConnectionError(f"expected a challenge, got {type(challenge).__name__}")
     nonce = os.urandom(_NONCE_BYTES)

@@ -12,6 +12,8 @@ _OWN_SETTINGS = frozenset(
 )
 """Settings that may differ: where files are on each host, and what only one process does."""
 _LEAST = ("num_pages", "max_model_len")
+NONE = "none"
+"""Value of what only another process has."""
 
 
 def common_settings(config: EngineConfig) -> dict[str, str]:
@@ -28,14 +30,21 @@ def least(facts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 def difference(facts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | None:
     """Return the first difference between the facts of process 0 and another one, in words; None if there is none.
 
+    What only one of them says comes last: it may follow from another difference.
+
     Args:
         facts: What each process is about to run, in the order of ranks.
         names: What to call each process.
     """
     first = facts[0]
     for rank, other in enumerate(facts):
-        for name in dict.fromkeys((*first, *other)):
-            mine, theirs = first.get(name, "none"), other.get(name, "none")
+        for name in sorted(dict.fromkeys((*first, *other)), key=lambda name: name not in first or name not in other):
+            mine, theirs = first.get(name, NONE), other.get(name, NONE)
             if name not in _LEAST and mine != theirs:
-                return f"{names[rank]} differs from {names[0]} in {name}: {theirs} instead of {mine}"
+                return in_words(names[rank], names[0], name, theirs, mine)
     return None
+
+
+def in_words(one: str, first: str, name: str, theirs: object, mine: object) -> str:
+    """Return in words how a process, ``one``, differs from process 0, ``first``."""
+    return f"{one} differs from {first} in {name}: {theirs} instead of {mine}"

@@ -12,7 +12,7 @@ import jax
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.build import EnginePlan, find_model, plan_engine
-from jaxserve.group.differences import common_settings
+from jaxserve.group.differences import NONE, common_settings
 from jaxserve.layers.cpu import cpu_key
 from pallas_kernels.native_library import unavailable
 from sharding.processes import Processes
@@ -31,7 +31,7 @@ def early_facts(config: EngineConfig) -> dict[str, Any]:
     """Return what is known before devices are: versions, settings and the model's files."""
     facts: dict[str, Any] = {name: importlib.metadata.version(name) for name in ("jaxserve", "jax", "jaxlib", "flax")}
     facts |= {f"setting {name}": repr(jax.config.values.get(name)) for name in _JAX_SETTINGS}
-    facts["variable XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
+    facts["variable XLA_FLAGS"] = os.environ.get("XLA_FLAGS") or NONE
     return facts | common_settings(config) | model_files(find_model(config))
 
 

@@ -1,6 +1,7 @@
 """A follower of a group: every process but number 0. It plans nothing; it launches the steps that it is sent."""
 
 import contextlib
+import dataclasses
 import faulthandler
 import logging
 import os
@@ -200,17 +201,18 @@ class Follower:
         self._forget()
 
     def start(self, config: EngineConfig) -> None:
-        """Join, agree on what to run, compile and load.
+        """Agree on what to run, join the JAX job, compile and load.
 
         Raises:
             ConfigError: A setting is wrong, or the processes differ.
             CheckpointError: The checkpoint cannot be read.
         """
         joined = self._link.expect(Joined)
+        config = dataclasses.replace(config, **joined.moved)
         processes = Processes(self._place.count, joined.num_on_host)
-        join_job(self._place)
         self._link.send(Facts(early_facts(config)))
         self._link.expect(Agreed)
+        join_job(self._place)
         plan = plan_engine(config, processes=processes)
         self._link.send(Facts(plan_facts(plan)))
         plan = agreed_plan(config, plan, self._link.expect(Agreed).values, processes)

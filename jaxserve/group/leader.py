@@ -92,8 +92,11 @@ class Leader:
 
     # ---------------------------------------------------------------- start
 
-    def join(self) -> None:
-        """Wait for all followers, and start the JAX job with them.
+    def join(self, moved: dict[str, Any] | None = None) -> None:
+        """Wait for all followers.
+
+        Args:
+            moved: Settings with which all start in place of those of the command; see ``Resharder``.
 
         Raises:
             ConfigError: The address cannot be used, or some followers are missing after ``join_timeout``.
@@ -102,14 +105,12 @@ class Leader:
         machines = [machine_name(), *(member.hello.machine for member in self.members)]
         self.processes = Processes(self.place.count, machines.count(machines[0]))
         for member in self.members:
-            member.send(Joined(machines.count(member.hello.machine)))
-            threading.Thread(
-                target=self._watch, args=(member,), name=f"jaxserve-rank-{member.rank}", daemon=True
-            ).start()
+            member.send(Joined(machines.count(member.hello.machine), moved or {}))
+            name = f"jaxserve-rank-{member.rank}"
+            threading.Thread(target=self._watch, args=(member,), name=name, daemon=True).start()
         threading.Thread(target=self._report, name="jaxserve-group-reports", daemon=True).start()
         threading.Thread(target=self._beat, name="jaxserve-group", daemon=True).start()
         logger.info("all %d processes have joined: %s", self.place.count, ", ".join(self.names))
-        join_job(self.place)
 
     def _accept_all(self) -> None:
         place, deadline_s = self.place, time.monotonic() + self.place.join_timeout
@@ -125,7 +126,8 @@ class Leader:
                     link, address = listener.accept()
                     threading.Thread(target=self._accept, args=(link, address[0], lock), daemon=True).start()
                 if time.monotonic() > deadline_s:
-                    self._refuse_all(self._missing())
+                    missing = [rank for rank in range(1, place.count) if rank not in self._members]
+                    self._refuse_all(not_joined("processes", missing, place))
         for member in self.members:
             member.connection.set_timeout(None)
 
@@ -148,17 +150,14 @@ class Leader:
             return f"node_rank={hello.rank} is taken by {self._members[hello.rank].name}"
         return problem
 
-    def _missing(self) -> str:
-        missing = [rank for rank in range(1, self.place.count) if rank not in self._members]
-        return not_joined("processes", missing, self.place)
-
     def agree(self, config: EngineConfig) -> EnginePlan:
-        """Plan the engine; compare versions, files, settings and plans of all processes.
+        """Compare versions, files and settings of all processes, start the JAX job, plan the engine, compare the plans.
 
         Raises:
             ConfigError: A setting is wrong, or the processes differ; all of them are told.
         """
         self._compare(early_facts(config))
+        join_job(self.place)
         plan = plan_engine(config, processes=self.processes)
         facts = plan_facts(plan)
         return agreed_plan(config, plan, self._compare(facts), self.processes)

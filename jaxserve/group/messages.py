@@ -1,6 +1,6 @@
 """Messages between the leader of a group, process 0, and its followers, the others; and those of nodes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.frames import Codec, dataclass_form
@@ -49,6 +49,8 @@ class Joined:
 
     num_on_host: int
     """Those on the machine of the receiver."""
+    moved: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Settings that the engine had moved to before it was started again, in place of those of the command."""
 
 
 @dataclass(frozen=True, slots=True)

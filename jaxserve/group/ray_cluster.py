@@ -1,7 +1,8 @@
 """A group whose processes are started by actors of a Ray cluster; the only file that imports ray.
 
 Ray places the processes and notices lost nodes; nothing of the engine runs inside an actor, which starts
-``python -m jaxserve.group`` as its child and watches it. Only strings and numbers go through Ray.
+``python -m jaxserve.group`` as its child and watches it. Only strings and numbers go through Ray. The processes of a
+group end together; of several groups, each ends alone, and process 0, which serves for all, ends all.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from jaxserve.api.config_checks import parse_mesh
 from jaxserve.api.errors import ConfigError
 from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED, child_environment, end_of, shell_status
 from jaxserve.group.ports import LOOPBACK, PortPair
+from jaxserve.group.replicas import sizes_of
 from jaxserve.group.settings import SECRET_BYTES, GroupConfig
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class GroupProcess:
         return self._ports.first
 
     def start(self, address: str, count: int, rank: int, secret: str, command: str) -> int:
-        """Start the process; return its id.
+        """Start the process, or another one in place of the one that has ended; return its id.
 
         Args:
             address: Where process 0 listens, with the port.
@@ -64,6 +66,8 @@ class GroupProcess:
             secret: The group's secret, in hexadecimal digits.
             command: The command of ``jaxserve`` as a JSON list.
         """
+        if self._pipe >= 0:  # of a process that has ended
+            os.close(self._pipe)
         reading, self._pipe = os.pipe()
         os.write(self._pipe, bytes.fromhex(secret))
         place = ["--address", address, "--count", str(count), "--rank", str(rank), "--secret-fd", str(reading)]
@@ -115,6 +119,9 @@ class RayLauncher:
         is_restarting: Whether to start all again when they have failed.
         may_leave: Whether the network is trusted (``insecure`` of the server), so that they may be on several nodes.
 
+    Attributes:
+        has_groups: Whether process 0 is the front end of several groups, whose ends it outlives.
+
     Raises:
         ConfigError: Ray is absent, there is no cluster, or anybody could use it.
     """
@@ -128,8 +135,9 @@ class RayLauncher:
         may_leave: bool,
     ):
         self._ray = _connected()
-        self._command = json.dumps([*command, "--distributed-executor-backend=mp", "--no-restart-engine"])
+        self._command = [*command, "--distributed-executor-backend=mp"]
         self._config = config
+        self.has_groups = sizes_of(arguments)["data_parallel_size"] > 1
         self._gpus = num_devices(arguments) / config.nnodes if self._ray.cluster_resources().get("GPU") else 0
         self._restarts = is_restarting
         self._may_leave = may_leave
@@ -147,12 +155,21 @@ class RayLauncher:
         try:
             while True:
                 with self._placed() as actors:
-                    status = _Gang(self._ray, actors, self).run(self._place(actors), self._command)
+                    status = _Gang(self._ray, actors, self).run(self._place(actors))
                 if status in (0, EXIT_BAD_START) or self._is_told or not self._restarts:
                     return shell_status(status)
                 logger.error("rank 0 of the group %s; all processes are started again", end_of(status))
         finally:
             self._ray.shutdown()
+
+    def command_of(self, rank: int) -> list[str]:
+        """Return the command of a process. Only the front end of several groups has any of them started again."""
+        return [*self._command, f"--{'' if rank == 0 and self.restarts_groups else 'no-'}restart-engine"]
+
+    @property
+    def restarts_groups(self) -> bool:
+        """Whether a process of a group is started again while the others go on."""
+        return self.has_groups and self._restarts and not self._is_told
 
     def take_signal(self) -> int | None:
         """Return a signal that this process has got, if there is another one."""
@@ -211,7 +228,7 @@ class RayLauncher:
 
 
 class _Gang:
-    """The processes from one start to their end.
+    """The processes from one start to the end of all, or of process 0 if they are several groups.
 
     Args:
         ray: The module.
@@ -223,19 +240,22 @@ class _Gang:
         self._ray = ray
         self._actors = actors
         self._launcher = launcher
+        self._secret = secrets.token_hex(SECRET_BYTES)
         self._statuses: dict[int, int] = {}
 
-    def run(self, address: str, command: str) -> int:
-        """Run a command in all processes until they have ended; return the status of process 0, or that another failed
-        before."""
-        secret, count = secrets.token_hex(SECRET_BYTES), len(self._actors)
-        starting = [
-            actor.start.remote(address, count, rank, secret, command) for rank, actor in enumerate(self._actors)
-        ]
-        self._ray.get(starting, timeout=_ANSWER_S)
-        while not self._statuses:
+    def run(self, address: str) -> int:
+        """Run all processes until they have ended; return the status of process 0, or that another failed before.
+
+        Args:
+            address: Where process 0 listens.
+        """
+        count = len(self._actors)
+        self._address = address
+        self._ray.get([self._start(rank) for rank in range(count)], timeout=_ANSWER_S)
+        deciding = {0} if self._launcher.has_groups else {*range(count)}
+        while not deciding & self._statuses.keys():
             self._poll()
-        has_failed = any(self._statuses.values())
+        has_failed = any(self._statuses.get(rank) for rank in deciding)
         # For process 0 to tell its clients; without a failure, for all to end by themselves.
         patience_s = _PATIENCE_S if has_failed else _CLEAN_END_S
         until_s = time.monotonic() + patience_s
@@ -246,12 +266,17 @@ class _Gang:
             self._send(rank, signal.SIGKILL)
         return self._statuses.get(0, EXIT_FAILED) or (EXIT_FAILED if has_failed else 0)
 
+    def _start(self, rank: int) -> Any:
+        """Let an actor start its process; return what to wait for."""
+        place = (self._address, len(self._actors), rank, self._secret)
+        return self._actors[rank].start.remote(*place, json.dumps(self._launcher.command_of(rank)))
+
     def _poll(self) -> None:
         """Wait a moment; pass on signals, and what the processes have written; note which have ended."""
         time.sleep(_POLL_S)
         while (number := self._launcher.take_signal()) is not None:
             self._send(0, number)
-        for rank in set(range(len(self._actors))) - self._statuses.keys():
+        for rank in sorted(set(range(len(self._actors))) - self._statuses.keys()):
             try:
                 status, lines = json.loads(self._ray.get(self._actors[rank].poll.remote(), timeout=_ANSWER_S))
             except self._ray.exceptions.RayError as error:
@@ -261,10 +286,16 @@ class _Gang:
             for number, line in lines:
                 stream = sys.stdout if (rank, number) == (0, 1) else sys.stderr
                 print(line, end="", file=stream, flush=True)
-            if status is not None:
+            if status is None:
+                continue
+            if status:
+                logger.error("rank %d %s", rank, end_of(status))
+            goes_on = self._launcher.restarts_groups and 0 not in self._statuses
+            if rank and goes_on and status not in (0, EXIT_BAD_START):
+                logger.error("rank %d is started again", rank)
+                self._start(rank)
+            else:
                 self._statuses[rank] = status
-                if status:
-                    logger.error("rank %d %s", rank, end_of(status))
 
     def _send(self, rank: int, number: int) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError):
@@ -291,7 +322,7 @@ def _connected() -> Any:
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
-        raise ConfigError(f"{flag} requires the package ray >= 2.52: pip install 'jaxserve[ray]' ({error})") from error
+        raise ConfigError(f"{flag} requires the package ray >= 2.54: pip install 'jaxserve[ray]' ({error})") from error
     address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)

@@ -142,6 +142,11 @@ def is_distrust(error: BaseException) -> bool:
     return isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
 
 
+def speaks_no_tls(error: BaseException) -> bool:
+    """Return whether what the other side said is no TLS."""
+    return isinstance(error, ssl.SSLError) and error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+
+
 def reason_of(error: BaseException) -> str:
     """Return why a certificate was refused, in OpenSSL's words, or the error itself."""
     if isinstance(error, ssl.SSLCertVerificationError):

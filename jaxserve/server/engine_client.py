@@ -68,6 +68,7 @@ class EngineClient(EngineQueries):
 
     Attributes:
         place: Where the processes of the engine meet when it starts; None: there is one.
+        moved: Settings of the mesh and layout that it has moved to, with which it starts again; empty: the given ones.
 
     Raises:
         ConfigError: They do not go together.
@@ -85,6 +86,7 @@ class EngineClient(EngineQueries):
         self._arguments = dict(engine_arguments)
         self._config = config
         self.place = group
+        self.moved: dict[str, Any] = {}
         self._spawn = spawn or functools.partial(spawn_engine, config.log_format, {}, "engine")
         self._title = f"the engine process of {group_name}" if group_name else "the engine process"
         self._numbers = itertools.count(1)
@@ -98,6 +100,8 @@ class EngineClient(EngineQueries):
 
     async def start(self) -> None:
         """Start the process, or start it again after it has ended; wait until the engine is ready.
+
+        It starts where it was; if it cannot, the next call starts it as it was given.
 
         Raises:
             ConfigError: A setting, the model or one of its files is wrong.
@@ -120,7 +124,10 @@ class EngineClient(EngineQueries):
         try:
             self._process, self._reader, self._writer, self._clock_ahead_s = await self._spawn()
             self._info = await self._shake_hands()
-        except BaseException:
+        except BaseException as error:
+            if self.moved and isinstance(error, ConfigError):
+                logger.error("%s cannot start with the mesh and layout that it had moved to: %s", self._title, error)
+                self.moved = {}
             await self.kill()
             raise
         self._tasks.append(asyncio.create_task(self._read()))
@@ -129,7 +136,7 @@ class EngineClient(EngineQueries):
 
     async def _shake_hands(self) -> EngineInfo:
         limit_s = self._config.startup_timeout
-        self._send(Start(self._arguments, self._config.watchdog_timeout, self.place, limit_s))
+        self._send(Start(self._arguments, self._config.watchdog_timeout, self.place, limit_s, self.moved))
         try:
             # The process ends by itself, with its stacks in the log, unless it is stopped or has no CPU.
             first = await asyncio.wait_for(self._read_message(), limit_s + _IMPORT_S if limit_s else None)
@@ -273,13 +280,15 @@ class EngineClient(EngineQueries):
         return [*await self._query("abort", request_ids=list(request_ids)), *rendering]
 
     async def reshard(self, mesh: str | None, layout: str | None) -> dict[str, Any]:
-        """Move the engine to another mesh or layout; return the fields of a ``ReshardReport``. Updates ``info``.
+        """Move the engine to another mesh or layout; return the fields of a ``ReshardReport``.
+
+        Updates ``info`` and ``moved``.
 
         Raises:
             RequestError: The mesh or layout is invalid, or another reshard is running.
             EngineDeadError: The move failed, and the engine has ended.
         """
-        report, self._info = await self._query("reshard", mesh=mesh, layout=layout)
+        report, self._info, self.moved = await self._query("reshard", mesh=mesh, layout=layout)
         return report
 
     async def _query(self, method: str, **arguments: Any) -> Any:

@@ -232,6 +232,8 @@ class EngineGroups(EngineQueries):
     async def reshard(self, mesh: str | None, layout: str | None) -> dict[str, Any]:
         """Move all groups that are ready, one after the other: each pauses alone, and the others serve.
 
+        Those that are not ready start there.
+
         Args:
             mesh: The mesh of all groups, with as many data slices as before.
             layout: Name of the layout.
@@ -262,6 +264,9 @@ class EngineGroups(EngineQueries):
             self._is_moving = False
         if not moved:
             raise EngineDeadError(f"the engine process ended: {self._reason}")
+        for group in self._groups:
+            if not group.is_alive:
+                group.moved = self._groups[min(moved)].moved
         return merged_report(list(moved.values()), len(self._groups))
 
     async def metrics(self) -> list[Metric]:

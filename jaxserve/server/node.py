@@ -18,7 +18,7 @@ from jaxserve.api.errors import ConfigError
 from jaxserve.child_process import EXIT_FAILED, end_of, shell_status
 from jaxserve.frames import HEADER
 from jaxserve.group.connection import PeerConnection, join_leader
-from jaxserve.group.messages import End, Ended, Facts, Failed, Follow, Lead, Leading, Piece, Signal
+from jaxserve.group.messages import Beat, End, Ended, Facts, Failed, Follow, Joined, Lead, Leading, Piece, Signal
 from jaxserve.group.ports import PortPair
 from jaxserve.group.replicas import ReplicaGroups, arguments_of_groups, secret_of_group
 from jaxserve.group.settings import GroupPlace
@@ -63,7 +63,8 @@ def run_node(
     own = arguments_of_groups(arguments)[number]
     logger.info("node %d has joined, and waits for group %d", place.rank, number)
     try:
-        message = link.receive()
+        while isinstance(message := link.receive(), Joined | Beat):
+            pass  # process 0 runs one group; it says next in what this process differs
     except OSError as error:
         logger.error("process 0 has ended, or cannot be reached: %s", error)
         return EXIT_FAILED
@@ -77,7 +78,7 @@ def run_node(
         threading.Thread(target=_end_with, args=(link,), name="jaxserve-node", daemon=True).start()
         follow(own, place.in_group(message.host, message.port, count, rank, secret))
     if not isinstance(message, Lead):
-        raise ConfigError("process 0 runs no replicas on several nodes: its data_parallel_size differs from this one's")
+        raise ConfigError(f"process 0 sent {type(message).__name__} to a node that waits for its group")
     host, own_place = link.own_address, None
     with contextlib.ExitStack() as kept:
         port = 0

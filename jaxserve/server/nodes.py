@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
+from jaxserve.api.config_checks import MESH_FIELDS
 from jaxserve.api.errors import ConfigError, EngineDeadError
 from jaxserve.child_process import end_of
 from jaxserve.group.connection import PeerConnection, admit, listen, machine_name, not_joined, welcome, wrong_place
-from jaxserve.group.differences import common_settings, difference
+from jaxserve.group.differences import common_settings, difference, in_words
 from jaxserve.group.messages import End, Ended, Facts, Failed, Follow, Hello, Lead, Leading, Piece, Signal, ToNode
 from jaxserve.group.secure_link import check_certificate
 from jaxserve.group.settings import GroupPlace, host_name
@@ -283,12 +284,13 @@ class Nodes:
 
     def _difference(self, hello: Hello, message: object) -> str | None:
         """Return in which way a node is not to run the same as this one."""
-        name = f"rank {hello.rank} (host {hello.host})"
+        name, first = f"rank {hello.rank} (host {hello.host})", f"rank 0 (host {host_name()})"
         if isinstance(message, Failed):
             return f"{name}: {message.error}"
-        if not isinstance(message, Facts):
-            return f"{name} is to run no replica: its data_parallel_size differs from that of rank 0"
-        return difference([self._facts, message.values], [f"rank 0 (host {host_name()})", name])
+        if not isinstance(message, Facts):  # a follower of one group, which waits for what its process 0 says
+            setting = f"setting {MESH_FIELDS['data']}"
+            return in_words(name, first, setting, 1, self._facts[setting])
+        return difference([self._facts, message.values], [first, name])
 
     def _add(self, hello: Hello, address: str, connection: PeerConnection) -> None:
         self._waiting[hello.rank] = Node(hello, address, connection, self._on_end)

@@ -52,6 +52,8 @@ class Start:
     """Where the processes of a group meet; None: this one has all devices."""
     startup_timeout: float = 0.0
     """Seconds until the engine must be ready; 0: no limit."""
+    moved: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Settings that the engine had moved to before it was started again, in place of those of the arguments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import logging
+import math
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 
 from checkpoints import CheckpointError
 from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
+from jaxserve.api.config_checks import MESH_FIELDS
 from jaxserve.api.errors import ConfigError, JaxserveError
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED
@@ -46,6 +48,7 @@ from jaxserve.server.wire import (
     unpack,
 )
 from jaxserve.text.chat_prompt import read_template
+from sharding import ensure_cpu_devices
 
 logger = logging.getLogger(__name__)
 
@@ -200,15 +203,17 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox, leaders: list[Leader]) ->
     if start.startup_timeout:  # a timer in C, as in `watch`
         faulthandler.dump_traceback_later(start.startup_timeout, exit=True)
     given = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, **start.engine_arguments})
-    config = with_verifier(given)
+    config = with_verifier(dataclasses.replace(given, **start.moved))
     leaders += [] if start.group is None else [_join(start.group, outbox)]
     for leader in leaders:
-        leader.join()
+        leader.join(start.moved)
+    if start.moved and not leaders:  # it may move back to the mesh of its arguments
+        ensure_cpu_devices(math.prod(getattr(given, name) for name in MESH_FIELDS.values()))
     started = start_engine(config, *leaders)
     logger.info("%s", started.ledger)
     stats = None if config.disable_log_stats else StatsLogger(started.ledger.device)
     loop = Loop(started.engine, stats)
-    resharder, fields = Resharder(config, started), _default_fields(started, config)
+    resharder, fields = Resharder(config, started, given), _default_fields(started, config)
     template, tokenizer = read_template(config.chat_template), started.engine.tokenizer
 
     def describe() -> EngineInfo:
@@ -223,7 +228,7 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox, leaders: list[Leader]) ->
 
     def reshard(mesh: str | None, layout: str | None) -> Resharded:
         report = resharder.reshard(mesh, layout, loop.run, loop.deliver)
-        return dataclasses.asdict(report), describe()
+        return dataclasses.asdict(report), describe(), resharder.moved
 
     serving = Serving(started, loop, outbox, template, reshard)
     inbox.hand_to(serving)

@@ -26,8 +26,8 @@ from jaxserve.server.wire import (
 
 logger = logging.getLogger(__name__)
 
-Resharded = tuple[dict[str, Any], EngineInfo]
-"""The fields of a ``ReshardReport``, and the new description of the engine."""
+Resharded = tuple[dict[str, Any], EngineInfo, dict[str, Any]]
+"""The fields of a ``ReshardReport``, the new description of the engine, and the settings with which it starts there."""
 
 
 class Serving:

@@ -4,6 +4,8 @@ import dataclasses
 import shutil
 from pathlib import Path
 
+import pytest
+
 from jaxserve.api.config import EngineConfig
 from jaxserve.demo import MODEL_DIRECTORY
 from jaxserve.group.differences import difference, least
@@ -29,6 +31,20 @@ def test_a_difference_is_named() -> None:
         difference([{"jax": "1"}, {}], NAMES)
         == "rank 1 (host b) differs from rank 0 (host a) in jax: none instead of 1"
     )
+
+
+def test_what_only_one_process_has_is_named_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is to run something else says other things; the setting that makes it so has two values."""
+    facts, other = {"jax": "1", "setting size": "1"}, {"setting seed": "0", "setting size": "2"}
+    text = "rank 1 (host b) differs from rank 0 (host a) in setting size: 2 instead of 1"
+    assert difference([facts, other], NAMES) == text
+    assert str(difference([{}, {"jax": "1"}], NAMES)).endswith("in jax: 1 instead of none")
+    found = list[dict[str, str]]()
+    for flags in ("", "--xla_cpu_enable_fast_math=false"):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        found.append(early_facts(EngineConfig(model="demo")))
+    for facts, said in ((found, f"{flags} instead of none"), (found[::-1], f"none instead of {flags}")):
+        assert str(difference(facts, NAMES)).endswith(f"in variable XLA_FLAGS: {said}")
 
 
 def test_every_fact_counts() -> None:

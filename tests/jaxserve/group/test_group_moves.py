@@ -1,5 +1,6 @@
 """An engine in several processes moves to other meshes while requests run: they go on with the same tokens."""
 
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -9,8 +10,18 @@ import pytest
 
 from jaxserve import RequestError
 from jaxserve.client import AdminClient
+from scripts.server_child import RunningServer
 from tests.group_driver import outcomes_of_group, run_requests, start
-from tests.group_server import answers, assert_ends_with_its_follower, assert_same, running_group
+from tests.group_server import (
+    answers,
+    assert_ends_with_its_follower,
+    assert_same,
+    family,
+    follower_pid,
+    kill,
+    post,
+    running_group,
+)
 from tests.jaxserve.group.test_group_meshes import SETTINGS, SHAPES
 from tests.random_checkpoint import LLAMA, write_checkpoint_with_tokenizer
 from tests.server_process import PROGRAMS_CACHE
@@ -122,3 +133,27 @@ def test_a_server_moves_while_clients_wait() -> None:
         for each in found:
             assert_same(each, expected)
         assert_ends_with_its_follower(server)
+
+
+def engine_pid(server: RunningServer) -> int:
+    """Process id of the engine of rank 0."""
+    found = family(server.process.pid)
+    return next(pid for pid in found if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def test_a_group_that_has_moved_starts_again_where_it_was() -> None:
+    """All its processes do, also those that something else starts by the old command; it can move back."""
+    flags = ("--tensor-parallel-size", "2", "--dtype", "float32", "--step-timeout", "30", "--restart-engine")
+    with running_group(*flags) as server, AdminClient(server.admin) as admin:
+        expected, seeds = answers(server), itertools.count()
+        for number, mesh in enumerate(("stage=2", "tensor=2"), 1):
+            admin.reshard(mesh)
+            kill(follower_pid(server) if number == 1 else engine_pid(server))
+            while server.log.read_text().count("the engine process was started again") < number:
+                body = {"prompt": "12+30=", "max_tokens": 2, "seed": next(seeds)}  # one that saw two ends is refused
+                assert post(server, "/v1/completions", body)[0] in (200, 503)
+            assert_same(answers(server), expected)
+            report = admin.reshard(mesh)
+            assert {axis.name: axis.size for axis in report.from_mesh} == {
+                axis.name: axis.size for axis in report.to_mesh
+            }

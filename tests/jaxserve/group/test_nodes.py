@@ -69,6 +69,7 @@ def test_processes_started_one_by_one(place: tuple[str, ...], tmp_path: Path) ->
         (["--max-num-seqs", "3"], "in setting max_num_seqs: 3 instead of 4"),
         (["--dtype", "float32"], "in setting dtype: 'float32' instead of 'auto'"),
         (["--layout", "split_logits"], "in setting layout: "),
+        (["--data-parallel-size", "2"], "in setting data_parallel_size: 2 instead of 1"),
     ],
 )
 def test_processes_that_differ(place: tuple[str, ...], changes: list[str], said: str, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """A group whose processes actors of a Ray cluster start, on this machine alone."""
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -10,7 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,15 @@ from jaxserve import LLM
 from jaxserve.api.errors import ConfigError
 from jaxserve.group import ray_cluster
 from jaxserve.group.settings import GroupConfig
+from jaxserve.server import command
 from tests.free_ports import free_ports
 from tests.group_server import answers, assert_gone, assert_same, expected_answers, family, kill, post, text_of
 from tests.launched_server import ENGINE, started, when_ready
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is not installed")
-FLAGS = ("--distributed-executor-backend", "ray", "--nnodes", "2", "--tensor-parallel-size", "2", *ENGINE)
+ON_RAY = ("--distributed-executor-backend", "ray", "--nnodes", "2", *ENGINE)
+FLAGS = (*ON_RAY, "--tensor-parallel-size", "4", "--dtype", "float32")
+GROUPS = (*ON_RAY, "--data-parallel-size", "2")
 BODY = {"prompt": "12+30=", "temperature": 0.0, "max_tokens": 8}
 START_S = 600.0
 LAST_WORDS_S = 90.0
@@ -105,7 +111,8 @@ def test_two_actors_answer_as_one_process(cluster: tuple[int, dict[str, str]], t
         assert all(b"OMP_NUM_THREADS=1\0" not in Path(f"/proc/{pid}/environ").read_bytes() for pid in members(head))
         processes = [pid for each in members(head) for pid in family(each)]
         assert len(members(head)) == 2
-        with LLM("demo", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256, tensor_parallel_size=2) as llm:
+        settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "dtype": "float32"}
+        with LLM("demo", tensor_parallel_size=4, **settings) as llm:
             assert_same(found, expected_answers(llm))
         process.send_signal(signal.SIGTERM)
         assert process.wait(LAST_WORDS_S) == 0, log.read_text()
@@ -118,8 +125,7 @@ def test_each_actor_is_a_group(cluster: tuple[int, dict[str, str]], tmp_path: Pa
     """With replicas, process 0 serves for both groups; SIGTERM drains, and leaves nothing."""
     head, environment = cluster
     log = tmp_path / "log"
-    flags = ("--distributed-executor-backend", "ray", "--nnodes", "2", "--data-parallel-size", "2", *ENGINE)
-    with started((), log, *flags, environment=environment) as process:
+    with started((), log, *GROUPS, environment=environment) as process:
         server = when_ready(process, log)
         found = answers(server)
         assert text_of(server, "/metrics").count("jaxserve:group_up{") == 2
@@ -168,6 +174,30 @@ def test_a_cluster_without_room(cluster: tuple[int, dict[str, str]], tmp_path: P
     assert "the Ray cluster has no room for 5 processes" in log.read_text() and "Traceback" not in log.read_text()
 
 
+@needs_ray
+@pytest.mark.slow
+def test_the_end_of_one_group_leaves_the_others(cluster: tuple[int, dict[str, str]], tmp_path: Path) -> None:
+    """Its actor starts its process again; without a restart, the others serve until process 0 ends."""
+    head, environment = cluster
+    for flag, is_last in (("--restart-engine", False), ("--no-restart-engine", True)):
+        log = tmp_path / f"log{flag}"
+        with started((), log, *GROUPS, flag, environment=environment) as process:
+            server = when_ready(process, log)
+            first = members(head)
+            for pid in family(first[1]):
+                kill(pid)
+            assert_gone(first[1:], within_s=5)
+            until_s = time.monotonic() + START_S
+            last_words = "group 1: the engine process ended" if is_last else "group 1: the engine process was started"
+            while last_words not in log.read_text():
+                assert process.poll() is None and time.monotonic() < until_s, log.read_text()
+                assert post(server, "/v1/completions", BODY)[0] in (200, 503)
+            assert post(server, "/v1/completions", BODY)[1]["choices"][0]["text"] == "42"
+            assert members(head)[0] == first[0] and len(members(head)) == (1 if is_last else 2)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LAST_WORDS_S) == 0, log.read_text()
+
+
 class FakeRay:
     """A Ray whose cluster is at one address, or is not there."""
 
@@ -186,13 +216,23 @@ class FakeRay:
     def shutdown(self) -> None:
         """Disconnect."""
 
+    def cluster_resources(self) -> dict[str, float]:
+        """It has no GPU."""
+        return {}
+
+    def get(self, results: Any, timeout: float) -> Any:
+        """Results, which are there."""
+        return results
+
+    exceptions = types.SimpleNamespace(RayError=LookupError)
+
 
 def test_ray_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> Any:
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", absent)
-    with pytest.raises(ConfigError, match=r"requires the package ray >= 2.52: pip install 'jaxserve\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"requires the package ray >= 2.54: pip install 'jaxserve\[ray\]'"):
         ray_cluster._connected()
     monkeypatch.setattr(importlib, "import_module", lambda name: FakeRay(None))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
@@ -212,6 +252,67 @@ def test_a_cluster_that_asks_for_no_token_is_for_this_machine_alone(monkeypatch:
     monkeypatch.delenv("RAY_AUTH_MODE")
     monkeypatch.setattr(importlib, "import_module", lambda name: FakeRay("127.0.0.1"))
     ray_cluster._connected()
+
+
+class FakeMethod:
+    """A method of an actor, whose results are there at once."""
+
+    def __init__(self, call: Callable[..., Any]):
+        self.remote = call
+
+
+class FakeActor:
+    """An actor whose processes end as they are told.
+
+    Attributes:
+        started: The commands of its processes.
+
+    Args:
+        statuses: Of each process, what the polls of it give; the last one stays.
+    """
+
+    def __init__(self, *statuses: list[int | None]):
+        self.started: list[list[str]] = []
+        self._statuses = [list(each) for each in statuses]
+        self.start = FakeMethod(lambda *given: self.started.append(json.loads(given[-1])))
+        self.poll = FakeMethod(self._poll)
+        self.send_signal = FakeMethod(lambda number: None)
+
+    def _poll(self) -> str:
+        statuses = self._statuses[len(self.started) - 1]
+        return json.dumps([statuses.pop(0) if len(statuses) > 1 else statuses[0], []])
+
+
+def ended_gang(monkeypatch: pytest.MonkeyPatch, flags: Sequence[str], restarts: bool, *actors: FakeActor) -> int:
+    """The status of a gang of these actors."""
+    fake: Any = FakeRay("127.0.0.1")
+    monkeypatch.setattr(ray_cluster, "_connected", lambda: fake)
+    monkeypatch.setattr(ray_cluster, "_POLL_S", 0.0)
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    given = ["demo", "--nnodes", str(len(actors)), "--distributed-executor-backend", "ray", *flags]
+    arguments, _, group = command.serve_arguments(parser.parse_args(given))
+    launcher = ray_cluster.RayLauncher(["serve", *given], group, arguments, restarts, may_leave=False)
+    return ray_cluster._Gang(fake, actors, launcher).run("127.0.0.1:1")
+
+
+def test_processes_of_one_group_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    for restarts in (False, True):  # all are made again by the launcher, which makes another gang
+        actors = FakeActor([None, None, None, 70]), FakeActor([None, -9])
+        assert ended_gang(monkeypatch, ["--tensor-parallel-size", "2"], restarts, *actors) == 70
+        assert [[each[-1] for each in actor.started] for actor in actors] == [["--no-restart-engine"]] * 2
+
+
+def test_processes_of_several_groups_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a restart, each is started again until process 0 ends; not one whose settings are wrong."""
+    flags = ["--data-parallel-size", "3"]
+    actors = FakeActor([None] * 6 + [0]), FakeActor([None, -9], [None, 70], [None, None, 0]), FakeActor([None, 2])
+    assert ended_gang(monkeypatch, flags, True, *actors) == 0
+    assert [len(actor.started) for actor in actors] == [1, 3, 1]
+    assert [actor.started[0][-1] for actor in actors] == ["--restart-engine", *["--no-restart-engine"] * 2]
+    actors = FakeActor([None] * 6 + [0]), FakeActor([None, -9]), FakeActor([None, 70])
+    assert ended_gang(monkeypatch, flags, False, *actors) == 0
+    assert [len(actor.started) for actor in actors] == [1, 1, 1]
 
 
 def test_settings_that_ray_sets() -> None:

@@ -157,9 +157,36 @@ def test_a_follower_with_tls_meets_a_leader_without(authority: Authority) -> Non
 
         plain = threading.Thread(target=challenge)
         plain.start()
-        with pytest.raises(ConfigError, match="wrong version number|record layer failure"):
-            join_leader(place_of(1, listener.getsockname()[1], authority.sign("follower"), authority))
+        place = place_of(1, listener.getsockname()[1], authority.sign("follower"), authority)
+        with pytest.raises(ConfigError, match="wrong version number|record layer failure") as refused:
+            join_leader(place)
         plain.join()
+    setting = f"this process differs from process 0 in setting group_certfile: {place.certfile} instead of none"
+    assert setting in str(refused.value)
+
+
+@pytest.mark.parametrize("has_leader_tls", [False, True])
+def test_both_sides_name_the_setting_that_one_has(
+    has_leader_tls: bool, authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process ends at once, and the log of process 0 says what it waits for."""
+    monkeypatch.setattr(connections, "_FIRST_WORD_S", 0.2)
+    port = free_ports()
+    places = [place_of(rank, port, authority.sign(f"side{rank}"), authority) for rank in (0, 1)]
+    plain = 1 if has_leader_tls else 0
+    places[plain] = dataclasses.replace(places[plain], certfile=None, keyfile=None, ca_certs=None)
+    joining = Joining(places[0], monkeypatch)
+    values = "none instead of a file" if has_leader_tls else f"{places[1].certfile} instead of none"
+    with pytest.raises(ConfigError, match=f"in setting group_certfile: {values}"):
+        join_leader(places[1])
+    values = values if has_leader_tls else "a file instead of none"
+    until_s = time.monotonic() + 20
+    while f"in setting group_certfile: {values}" not in caplog.text:
+        assert time.monotonic() < until_s, caplog.text
+        time.sleep(0.02)
+    connection = join_leader(dataclasses.replace(places[0], rank=1))
+    connection.close()
+    joining.end()
 
 
 def test_a_socket_is_closed_when_tls_fails(authority: Authority) -> None:

@@ -41,6 +41,7 @@ class FakeGroup(EngineClient):
         self.ends = ends
         self.answers: dict[str, Any] = {}
         self.waits: asyncio.Event | None = None
+        self.moved: dict[str, Any] = {}
         self._renderers = None
 
     @property
@@ -120,6 +121,8 @@ REPORT: dict[str, Any] = {
     **{"from_layout": "a", "to_layout": "b", "num_programs": 3, "compile_s": 2.0, "num_pages": 5},
 }
 
+MOVED = {"mesh": "stage=2,tensor=2", "layout": "b"}
+
 
 def report(pause_s: float) -> dict[str, Any]:
     """What a group reports of a move."""
@@ -130,7 +133,7 @@ def test_groups_move_one_after_the_other() -> None:
     groups = [FakeGroup(), FakeGroup(), FakeGroup()]
     groups[1].is_up = False
     for group, pause_s in zip(groups, (1.0, 9.0, 3.0), strict=True):
-        group.answers["reshard"] = report(pause_s), EngineInfo(model=MODEL, default_fields={})
+        group.answers["reshard"] = report(pause_s), EngineInfo(model=MODEL, default_fields={}), MOVED
     found = asyncio.run(groups_of(*groups).reshard("data=3, stage=2,tensor=2", "b"))
     assert [group.calls for group in groups] == [
         [("reshard", "stage=2,tensor=2,expert=1")],
@@ -139,6 +142,7 @@ def test_groups_move_one_after_the_other() -> None:
     ]
     meshes = {"from_mesh": {"data": 3, "tensor": 4}, "to_mesh": {"data": 3, "stage": 2, "tensor": 2}}
     assert found == {**report(3.0), **meshes, "num_programs": 6, "compile_s": 4.0, "num_pages": 10}
+    assert [group.moved for group in groups] == [MOVED] * 3, "the one that has ended starts where the others are"
 
 
 def test_moves_that_groups_do_not_make() -> None:
@@ -156,7 +160,7 @@ def test_moves_that_groups_do_not_make() -> None:
     with pytest.raises(RequestError, match="^too many devices$"):
         asyncio.run(engine.reshard(None, "b"))
     groups[0].error, groups[1].error = None, RequestError("too little memory")
-    groups[0].answers["reshard"] = report(1.0), EngineInfo(model=MODEL, default_fields={})
+    groups[0].answers["reshard"] = report(1.0), EngineInfo(model=MODEL, default_fields={}), MOVED
     with pytest.raises(RequestError, match="group 1 did not move: too little memory; of the groups, 0 have moved"):
         asyncio.run(engine.reshard(None, "b"))
     for group in groups:
@@ -168,7 +172,7 @@ def test_moves_that_groups_do_not_make() -> None:
 def test_a_move_during_another_one() -> None:
     async def both() -> None:
         group = FakeGroup()
-        group.answers["reshard"] = report(1.0), EngineInfo(model=MODEL, default_fields={})
+        group.answers["reshard"] = report(1.0), EngineInfo(model=MODEL, default_fields={}), MOVED
         group.waits = asyncio.Event()
         engine = groups_of(group)
         first = asyncio.create_task(engine.reshard(None, "b"))

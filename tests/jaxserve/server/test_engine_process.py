@@ -512,6 +512,38 @@ def test_a_running_engine_moves_to_another_mesh(run: Run, monkeypatch: pytest.Mo
         run(main())
 
 
+@pytest.mark.slow
+def test_an_engine_that_has_moved_starts_again_where_it_was(run: Run) -> None:
+    """With as many devices as before, so that it can move back; if it cannot start there, then as it was given."""
+
+    async def die_and_start(client: EngineClient) -> tuple[str, str]:
+        await client.kill()
+        await client.start()
+        assert len(await answer(client, asked("reverse garden:"))) == 1
+        model = client.info.model
+        return ",".join(f"{axis.name}={axis.size}" for axis in model.mesh), model.layout
+
+    arguments = {"tensor_parallel_size": 2, "compile_sizes": {"decode": [2, 4], "mixed": [64]}}
+    with running(run, arguments) as client:
+
+        async def main() -> None:
+            given = ("data=1,tensor=2", "tensor_parallel")
+            assert await die_and_start(client) == given
+            for mesh, layout in (
+                ("data=1,stage=2,tensor=1", "tensor_parallel"),
+                ("data=1,tensor=1", "replicated"),
+                ("data=1,tensor=2", "split_logits"),
+            ):
+                await client.reshard(mesh, layout)
+                assert await die_and_start(client) == (mesh, layout)
+            client.moved = {**client.moved, "mesh": "tensor=5", "tensor_parallel_size": 5}
+            with pytest.raises(ConfigError, match="5"):
+                await die_and_start(client)
+            assert await die_and_start(client) == given
+
+        run(main())
+
+
 def test_a_profile_is_recorded(run: Run, client: EngineClient, tmp_path: Path) -> None:
     run(client.start_profile(str(tmp_path)))
     with pytest.raises(RequestError, match="a profile is being recorded already"):

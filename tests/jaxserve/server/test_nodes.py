@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
+import re
 import sys
 import threading
 import time
@@ -12,9 +14,12 @@ from typing import Any, NoReturn
 
 import pytest
 
+from jaxserve.api.config import SERVING_DEFAULTS, EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.frames import HEADER
 from jaxserve.group.connection import PeerConnection, join_leader
+from jaxserve.group.leader import Leader
+from jaxserve.group.messages import Beat, End
 from jaxserve.group.replicas import ReplicaGroups
 from jaxserve.group.settings import GroupPlace
 from jaxserve.server import node as node_module
@@ -38,6 +43,7 @@ if header:
     sys.exit(int(stream.read(1) or b"9"))
 """
 """Sends its first message back, and ends with the status that it then gets."""
+DIFFERS = r"rank 1 \(host .*\) differs from rank 0 \(host .*\) in setting data_parallel_size: {} instead of {}"
 LINKS: dict[int, PeerConnection] = {}
 """The connection of the node on each thread."""
 
@@ -214,6 +220,36 @@ def test_nodes_that_are_not_taken(place: GroupPlace, caplog: pytest.LogCaptureFi
                 await taking
             nodes.close("something is wrong")
             assert await waiting.ended() == "process 0 dismisses this node: something is wrong"
+
+    run(test)
+
+
+def test_a_process_of_one_group_among_nodes(place: GroupPlace) -> None:
+    """It and the front end are told the setting that only one side has, and both values."""
+
+    async def test() -> None:
+        with opened(place) as nodes:
+            taking = asyncio.create_task(nodes.take((1,)))
+            link = await asyncio.to_thread(join_leader, place.in_group(place.address, place.port, 4, 1, place.secret))
+            link.send(Beat())
+            with pytest.raises(ConfigError, match=DIFFERS.format(1, 2)):
+                await taking
+            told = await asyncio.to_thread(link.receive)
+            assert isinstance(told, End) and re.search(DIFFERS.format(1, 2), told.reason)
+            link.close()
+
+    run(test)
+
+
+def test_a_node_among_the_processes_of_one_group(place: GroupPlace) -> None:
+    async def test() -> None:
+        leader = Leader(dataclasses.replace(place, count=2), lambda error: None)
+        node = Joining(place.in_group(place.address, place.port, 2, 1, place.secret), 1, ARGUMENTS)
+        await asyncio.to_thread(leader.join)
+        config = EngineConfig.from_arguments(**{"model": "demo", **SERVING_DEFAULTS, "tensor_parallel_size": 2})
+        with pytest.raises(ConfigError, match=DIFFERS.format(2, 1)):
+            await asyncio.to_thread(leader.agree, config)
+        assert re.search("process 0 dismisses this node: " + DIFFERS.format(2, 1), await node.ended())
 
     run(test)
 
