@@ -31,6 +31,12 @@ def syntax_tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
 
+@cache
+def syntax_nodes(path: Path) -> list[ast.AST]:
+    """Return every node of the parsed file."""
+    return list(ast.walk(syntax_tree(path)))
+
+
 def source_files(*folders: str) -> list[Path]:
     """Return the handwritten Python files under folders of the repository, in a fixed order."""
     found = sorted(path for folder in folders for path in (_ROOT / folder).rglob("*.py"))
@@ -39,7 +45,7 @@ def source_files(*folders: str) -> list[Path]:
 
 def functions(path: Path) -> Iterator[Function]:
     """Yield the functions and methods of a file, nested ones included."""
-    for node in ast.walk(syntax_tree(path)):
+    for node in syntax_nodes(path):
         if isinstance(node, Function):
             yield node
 
@@ -66,7 +72,7 @@ def importers(files: list[Path]) -> dict[str, set[Path]]:
     """Return the files that import each module, by the module's dotted name."""
     found: dict[str, set[Path]] = collections.defaultdict(set)
     for path in files:
-        for node in ast.walk(syntax_tree(path)):
+        for node in syntax_nodes(path):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     found[alias.name].add(path)

@@ -14,6 +14,9 @@ from typing import Any
 
 # Imports and the collection of tests leave little garbage, and each file ends by collecting it (``_unload_programs``).
 gc.set_threshold(200_000, 20, 100)
+# The load generator unfreezes when it has measured. The next collection would then look at every module that was ever
+# imported, which takes a second, and ``jaxserve bench serve`` runs dozens of times.
+gc.unfreeze = lambda: None
 
 # Threads enough for the collectives of eight virtual devices on any number of cores, and an end with a message when one
 # is stuck all the same.
@@ -36,7 +39,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import hypothesis  # noqa: E402  (after the environment that JAX reads)
+import httpx2  # noqa: E402  (after the environment that JAX reads)
+import httpx2._transports.default  # noqa: E402
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
@@ -57,6 +62,10 @@ jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
 jax.config.update("jax_compilation_cache_dir", str(PROGRAMS_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+# Calls without a client, such as httpx2.get, make a TLS context each, also for plain HTTP. Reading the certificate
+# authorities takes it 20 ms, and tests of servers make thousands of calls.
+httpx2._transports.default.create_ssl_context = functools.cache(httpx2.create_ssl_context)
 
 # No test is timed; a failure found in continuous integration must come back at the next run.
 hypothesis.settings.register_profile("jaxserve", deadline=None, derandomize="CI" in os.environ)

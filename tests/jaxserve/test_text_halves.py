@@ -279,10 +279,9 @@ def test_an_engine_runs_the_text_half_and_says_what_it_leaves_out(
     caplog.set_level(logging.INFO, logger="jaxserve")
     with LLM(str(tmp_path), tensor_parallel_size=2, **settings) as llm:
         (output,) = llm.generate(TOKENS[0].tolist(), params, use_tqdm=False)
-    model, text = load_model(tmp_path, "float32"), TOKENS[0].tolist()
-    for token in output.outputs[0].token_ids:
-        assert token == int(np.asarray(model(np.array([text])))[0, -1].argmax())
-        text.append(token)
+    text = [*TOKENS[0].tolist(), *output.outputs[0].token_ids]
+    logits = np.asarray(load_model(tmp_path, "float32")(np.array([text])))[0]
+    assert text[TOKENS.size :] == logits[TOKENS.size - 1 : -1].argmax(1).tolist()
     assert "tensors of the checkpoint (0.00 GiB) are not the language model's and are not loaded: model.visual" in (
         caplog.text
     )
