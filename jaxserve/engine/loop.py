@@ -232,7 +232,8 @@ class Loop(CommandThread):
                     command()
                     self.num_done += 1
                     continue
-                self._expire()
+                if self._next_deadline_s <= (now := time.monotonic()):
+                    self._expire(now)
                 if self._can_step():
                     self.deliver(self._engine.step())
                     self.num_done += 1
@@ -320,10 +321,8 @@ class Loop(CommandThread):
             self._close(stream, request)
             self._engine.abort(request)
 
-    def _expire(self) -> None:
+    def _expire(self, now: float) -> None:
         """Abort requests whose deadline has passed."""
-        if self._next_deadline_s > (now := time.monotonic()):
-            return
         failed: list[tuple[Stream, Content]] = []
         for request, stream in [*self._open.items()]:
             if stream.deadline_s is not None and stream.deadline_s <= now:
