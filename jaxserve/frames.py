@@ -32,13 +32,8 @@ def enum_form(cls: type[enum.Enum]) -> Form:
     return Form(lambda member: member.value, cls)
 
 
-def dataclass_form(cls: type[Any], written: Callable[[str, Any], Any] | None = None) -> Form:
-    """Return the form of a dataclass: the list of its fields, whose values its sender has checked.
-
-    Args:
-        cls: The class.
-        written: Converts a field, given its name and value, before it is sent; None sends it as it is.
-    """
+def dataclass_form(cls: type[Any]) -> Form:
+    """Return the form of a dataclass: the list of its fields, whose values its sender has checked."""
     names = [each.name for each in dataclasses.fields(cls)]
 
     def read(values: list[Any]) -> Any:
@@ -47,9 +42,7 @@ def dataclass_form(cls: type[Any], written: Callable[[str, Any], Any] | None = N
             object.__setattr__(made, name, value)
         return made
 
-    if written is None:
-        return Form(lambda value: [getattr(value, name) for name in names], read)
-    return Form(lambda value: [written(name, getattr(value, name)) for name in names], read)
+    return Form(lambda value: [getattr(value, name) for name in names], read)
 
 
 class Codec:

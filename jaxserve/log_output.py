@@ -53,12 +53,13 @@ class LineQueue:
         self._max_bytes = max_bytes
         self._lines: collections.deque[bytes] = collections.deque()
         self._num_bytes = 0
-        self._num_unreported = 0
+        self.num_dropped = 0
+        """Lines that were dropped so far."""
+        self.num_unreported = 0
+        """Those of them that ``take_unreported`` has not returned."""
         self._is_closed = False
         self._is_torn = False  # the last thing written is a part of a line
         self._changed = threading.Condition()  # guards all of these
-        self.num_dropped = 0
-        """Lines that were dropped so far."""
         self._thread = threading.Thread(target=self._run, name="jaxserve-log", daemon=True)
         self._thread.start()
 
@@ -68,7 +69,7 @@ class LineQueue:
         with self._changed:
             if self._lines and self._num_bytes + len(data) + _LINE_BYTES > self._max_bytes:
                 self.num_dropped += 1
-                self._num_unreported += 1
+                self.num_unreported += 1
                 return
             self._lines.append(data)
             self._num_bytes += len(data) + _LINE_BYTES
@@ -79,7 +80,7 @@ class LineQueue:
         with self._changed:
             if self._num_bytes > self._max_bytes // 2:
                 return 0
-            found, self._num_unreported = self._num_unreported, 0
+            found, self.num_unreported = self.num_unreported, 0
         return found
 
     def close(self, limit_s: float = _CLOSE_S) -> None:
@@ -92,8 +93,7 @@ class LineQueue:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._lines or self._is_closed):
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._lines or self._is_closed)
                 if not self._lines:
                     return
                 data = self._lines[0]
@@ -112,7 +112,7 @@ class LineQueue:
             self._is_torn |= len(rest) < num_bytes
             with self._changed:
                 self.num_dropped += 1
-                self._num_unreported += 1
+                self.num_unreported += 1
         else:
             self._is_torn = False
 
@@ -129,6 +129,7 @@ class QueueHandler(logging.Handler):
     def __init__(self, log_format: LogFormat, process: str, lines: LineQueue):
         super().__init__()
         self._log_format: LogFormat = log_format
+        self._form = json_line if log_format == "json" else text_line
         self._process = process
         self.lines = lines
         self._relays: list[threading.Thread] = []
@@ -136,17 +137,18 @@ class QueueHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a record."""
         try:
-            num_dropped = self.lines.take_unreported()
-            if num_dropped:
-                text = f"dropped {num_dropped} lines of the log: their reader is too slow, or the disk was full"
-                self._put(logging.makeLogRecord({"levelno": logging.WARNING, "levelname": "WARNING", "msg": text}))
-            self._put(record)
+            if self.lines.num_unreported:
+                self._report()
+            self.lines.put(self._form(record, self._process))
         except Exception:  # a record whose arguments do not fit its message
             self.handleError(record)
 
-    def _put(self, record: logging.LogRecord) -> None:
-        form = json_line if self._log_format == "json" else text_line
-        self.lines.put(form(record, self._process))
+    def _report(self) -> None:
+        num_dropped = self.lines.take_unreported()
+        if num_dropped:
+            text = f"dropped {num_dropped} lines of the log: their reader is too slow, or the disk was full"
+            record = logging.makeLogRecord({"levelno": logging.WARNING, "levelname": "WARNING", "msg": text})
+            self.lines.put(self._form(record, self._process))
 
     def close(self) -> None:
         """Write what waits, for a limited time."""
@@ -232,9 +234,8 @@ def queued_log(log_format: LogFormat, process: str = "server") -> Iterator[Queue
         handler.close()
 
 
-def text_line(record: logging.LogRecord, process: str) -> str:
+def text_line(record: logging.LogRecord, _: str) -> str:
     """Return a record as text; further lines of a message are indented, so that no client can forge a line."""
-    del process  # messages tell
     fields = "".join(f" {name}={_escaped(value)}" for name, value in (_FIELDS.get() or {}).items())
     text = _escaped(f"{record.getMessage()}{fields}{_traceback(record)}").replace("\n", "\n  ")
     return f"{_time(record)} {record.levelname} {text}"

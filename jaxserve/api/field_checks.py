@@ -77,16 +77,20 @@ def wrong_field(name: str, value: object, problem: str) -> RequestError:
 
 def number(name: str, value: object, low: float, high: float, *, above_low: bool = False) -> float:
     """Return a finite number from `low` (exclusive with `above_low`) to `high`."""
-    span = f"{'(' if above_low else '['}{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise wrong_field(name, value, f"must be a number in {span}, got {type(value).__name__}")
+        expected = f"a number in {_span(low, high, above_low)}"
+        raise wrong_field(name, value, f"must be {expected}, got {type(value).__name__}")
     try:
         found = float(value)
     except OverflowError:
         found = math.inf
     if not (low <= found <= high) or (above_low and found == low):
-        raise wrong_field(name, value, f"must be in {span}, got {found}")
+        raise wrong_field(name, value, f"must be in {_span(low, high, above_low)}, got {found}")
     return found
+
+
+def _span(low: float, high: float, above_low: bool) -> str:
+    return f"{'(' if above_low else '['}{low:g}, {high:g}]"
 
 
 def integer(name: str, value: object, low: int, high: int | None = None) -> int:

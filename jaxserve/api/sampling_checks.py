@@ -177,7 +177,8 @@ def checked_together(checked: Values) -> Values:
         raise wrong_field("min_tokens", least, f"must be at most max_tokens={most}, got {least}")
     if checked["stop"] and not checked["detokenize"]:
         raise RequestError("stop strings need detokenize=True", parameter="stop", value=list(checked["stop"]))
-    _check_logprobs(checked)
+    if checked["logprob_token_ids"] is not None or checked["prompt_logprobs"] is not None:
+        _check_logprobs(checked)
     if checked["temperature"] == 0.0:
         if checked["n"] > 1:
             raise wrong_field(

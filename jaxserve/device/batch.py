@@ -27,9 +27,6 @@ def build(slots: Slots, plan: StepPlan, shape: BatchShape, variant: int, num_dra
     views["tokens"][:num_tokens] = as_array(plan.token_ids)
     views["token_rows"][:num_tokens] = np.arange(num_rows).repeat(lengths)
     views["page_tables"][:, :num_rows] = slots.page_tables[:, rows]
-    counted = starts
-    if shape.has_states and shape.max_samples > 1:  # rows may begin with accepted drafts
-        counted = starts + lengths - np.maximum(num_samples, 1)
     columns = {
         "slots": rows,
         "starts": as_array(plan.starts),
@@ -37,7 +34,7 @@ def build(slots: Slots, plan: StepPlan, shape: BatchShape, variant: int, num_dra
         "query_starts": ends - lengths,
         "query_lens": lengths,
         "sampled_slots": np.where(num_samples, rows, slots.num_slots),
-        "counted_slots": np.where(counted >= slots.counted_from[rows], rows, slots.num_slots),
+        "counted_slots": np.where(starts >= slots.counted_from[rows], rows, slots.num_slots),
     }
     for name, values in columns.items():
         views[name][:num_rows] = values
@@ -45,14 +42,10 @@ def build(slots: Slots, plan: StepPlan, shape: BatchShape, variant: int, num_dra
         _fill_samples(views, np.maximum(num_samples, 1), ends)
     else:
         views["sampled_tokens"][:num_rows] = ends - 1
-    if shape.has_states:
-        _fill_states(slots, views, plan, rows)
     num_single = num_rows if shape.decode_only else _num_single(lengths)
     views["num_shared_pages"][...] = _num_shared_pages(slots, rows[:num_single], starts[:num_single])
-    if plan.targets:
-        _fill_targets(slots, views, plan, ends)
-    if plan.pooling:
-        _fill_pooling(slots, views, plan, ends)
+    if shape.has_states or plan.targets or plan.pooling:
+        _fill_special(slots, views, plan, shape, starts, ends)
     start, stop, size, _ = shape.slot_params
     buffer[start:stop].reshape(size)[:, :num_rows] = slots.params[:, rows]
     views["num_rows"][...] = num_rows
@@ -110,8 +103,32 @@ def _num_equal(page_table: np.ndarray, rows: np.ndarray, num_full: int) -> int:
     return int(differs.argmax()) if differs.any() else num_full
 
 
-def _fill_states(slots: Slots, views: dict[str, np.ndarray], plan: StepPlan, rows: np.ndarray) -> None:
+def _fill_special(
+    slots: Slots,
+    views: dict[str, np.ndarray],
+    plan: StepPlan,
+    shape: BatchShape,
+    starts: np.ndarray,
+    ends: np.ndarray,
+) -> None:
+    """Fill in what few models and plans have: recurrent states, prompts that are scored, and rows that are pooled."""
+    if shape.has_states:
+        _fill_states(slots, views, plan, shape, starts)
+    if plan.targets:
+        _fill_targets(slots, views, plan, ends)
+    if plan.pooling:
+        _fill_pooling(slots, views, plan, ends)
+
+
+def _fill_states(
+    slots: Slots, views: dict[str, np.ndarray], plan: StepPlan, shape: BatchShape, starts: np.ndarray
+) -> None:
     """Set each row's state page, and after which tokens states are kept in which other pages."""
+    rows = as_array(plan.slots)
+    if shape.max_samples > 1:  # rows may begin with accepted drafts
+        counted = starts + as_array(plan.lengths) - np.maximum(as_array(plan.num_samples), 1)
+        is_counted = counted >= slots.counted_from[rows]
+        views["counted_slots"][: len(rows)] = np.where(is_counted, rows, slots.num_slots)
     pages = slots.state_pages[rows]
     assert len(np.unique(pages)) == len(pages), "two rows update the same state"
     views["state_pages"][: len(rows)] = pages

@@ -223,16 +223,9 @@ def plan_stages(
     Raises:
         ConfigError: A setting is not valid for the model or the devices.
     """
-    if config.num_speculative_tokens and not model.has_head:
-        raise ConfigError(
-            f"speculative_config needs a model that generates; {model.architecture} runs without its output head here: "
-            "remove speculative_config"
-        )
+    _check_drafts(config, model)
     device, num_stages = own_device(first), count_stages(config, model)
-    sizes = {"tensor": config.tensor_parallel_size, "expert": config.expert_parallel_size}
-    check_tensor_size(
-        model, Parallel.from_layout(layout, sizes["tensor"], sizes.get(layout.mesh_axis("experts") or ""))
-    )
+    _check_sizes(config, model, layout)
     layout = layout.on(first)
     scope = Scope(parallel=Parallel.on_mesh(layout, first))
     max_model_len = _max_model_len(config, model)
@@ -262,9 +255,37 @@ def plan_stages(
         counts_expert_tokens=config.expert_load_metrics > 0,
         num_drafts=config.num_device_drafts,
     )
+    models = _stage_models(config, sharded, num_stages)
+    samples = 1 + config.num_speculative_tokens
+    step_samples = most_samples(sharded, max_num_batched_tokens, samples, num_stages)
+    needs = [memory_needs(stage, max_num_batched_tokens, samples, step_samples) for stage in models]
+    needs = with_checkpoints(config, needs, device, devices_of_host or mesh_shape_of(config, model).num_devices)
+    return PlannedStages(models, needs, module, max_num_batched_tokens, samples, step_samples)
+
+
+def _check_drafts(config: EngineConfig, model: ModelConfig) -> None:
+    if config.num_speculative_tokens and not model.has_head:
+        raise ConfigError(
+            f"speculative_config needs a model that generates; {model.architecture} runs without its output head here: "
+            "remove speculative_config"
+        )
+
+
+def _check_sizes(config: EngineConfig, model: ModelConfig, layout: ShardingLayout) -> None:
+    sizes = {"tensor": config.tensor_parallel_size, "expert": config.expert_parallel_size}
+    experts = sizes.get(layout.mesh_axis("experts") or "")
+    check_tensor_size(model, Parallel.from_layout(layout, sizes["tensor"], experts))
+
+
+def _stage_models(config: EngineConfig, sharded: ShardedModel, num_stages: int) -> list[ShardedModel]:
+    """Return the model of each stage, the last of which has the drafter.
+
+    Raises:
+        ConfigError: The layout does not shard the model.
+    """
     if config.tensor_parallel_size > 1 and sharded.parallel.size == 1:
         raise ConfigError(
-            f"layout {layout.name!r} does not shard the model; it requires tensor_parallel_size=1, got "
+            f"layout {sharded.layout.name!r} does not shard the model; it requires tensor_parallel_size=1, got "
             f"{config.tensor_parallel_size}"
         )
     models = [dataclasses.replace(sharded, stage=stage) for stage in choose_stages(config, sharded, num_stages)]
@@ -273,11 +294,7 @@ def plan_stages(
         head = drafter.sharded.head
         models = [dataclasses.replace(stage, aux_layers=head and head.aux_layers) for stage in models]
         models[-1] = dataclasses.replace(models[-1], drafter=drafter)
-    samples = 1 + config.num_speculative_tokens
-    step_samples = most_samples(sharded, max_num_batched_tokens, samples, num_stages)
-    needs = [memory_needs(stage, max_num_batched_tokens, samples, step_samples) for stage in models]
-    needs = with_checkpoints(config, needs, device, devices_of_host or mesh_shape_of(config, model).num_devices)
-    return PlannedStages(models, needs, module, max_num_batched_tokens, samples, step_samples)
+    return models
 
 
 def _check_expert_load(config: EngineConfig, module: CausalLM) -> None:

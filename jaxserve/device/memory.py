@@ -205,6 +205,30 @@ def page_budget(
     return PageBudget(usable, reserve, usable - reserve - others)
 
 
+def _too_large(needs: MemoryNeeds, platform: str, reserve: str, allowed: str) -> str:
+    """Return the message about a model that does not fit.
+
+    Args:
+        needs: Memory needs of the engine.
+        platform: JAX platform name.
+        reserve: Memory in reserve, in words.
+        allowed: Memory that may be used, in words.
+    """
+    remedy, states = "a smaller dtype", ""
+    if platform != "cpu":
+        remedy = "a larger tensor_parallel_size or pipeline_parallel_size, a smaller dtype"
+    if needs.state:
+        states = f"{gib(needs.num_states * needs.state)} for the states of max_num_seqs={needs.max_num_seqs} sequences"
+        states += f" and {needs.num_checkpoints} of the prefix cache, " if needs.num_checkpoints else ", "
+        remedy += ", a smaller max_num_seqs or prefix_cache_state_bytes"
+    drafter = f" ({gib(needs.drafter)} of them of the draft model)" if needs.drafter else ""
+    return (
+        f"the model does not fit: each device needs {gib(needs.weights)} for weights{drafter}, {states}"
+        f"{gib(needs.temporaries + needs.slots)} for the largest step and {reserve} in reserve, but may use {allowed}; "
+        f"use {remedy} or a smaller max_num_batched_tokens"
+    )
+
+
 def plan_pages(
     needs: MemoryNeeds,
     *,
@@ -231,26 +255,9 @@ def plan_pages(
             sizes, and settings that would fit.
     """
     usable, reserve, left = page_budget(needs, total, utilization, platform, devices_sharing)
-    remedy = (
-        "a smaller dtype"
-        if platform == "cpu"
-        else "a larger tensor_parallel_size or pipeline_parallel_size, a smaller dtype"
-    )
-    drafter = f" ({gib(needs.drafter)} of them of the draft model)" if needs.drafter else ""
     if left <= 0:
-        states = ""
-        if needs.state:
-            states = (
-                f"{gib(needs.num_states * needs.state)} for the states of max_num_seqs={needs.max_num_seqs} sequences"
-            )
-            states += f" and {needs.num_checkpoints} of the prefix cache, " if needs.num_checkpoints else ", "
-            remedy += ", a smaller max_num_seqs or prefix_cache_state_bytes"
-        raise MemoryPlanError(
-            f"the model does not fit: each device needs {gib(needs.weights)} for weights{drafter}, {states}"
-            f"{gib(needs.temporaries + needs.slots)} for the largest step and {gib(reserve)} in reserve, but may use "
-            f"{gib(usable)} (gpu_memory_utilization={utilization} of {gib(total)}); use {remedy} or a smaller "
-            "max_num_batched_tokens"
-        )
+        allowed = f"{gib(usable)} (gpu_memory_utilization={utilization} of {gib(total)})"
+        raise MemoryPlanError(_too_large(needs, platform, gib(reserve), allowed))
     if num_pages is None:
         num_pages = _default_pages(needs, left, platform, pool_bytes)
     if num_pages * needs.page > left:

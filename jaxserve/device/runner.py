@@ -160,7 +160,7 @@ class LocalRunner:
         output = self._run_last(inputs) if self._pipeline is None else self._run_stages(self._pipeline, inputs, plans)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
-        errors = [slots.errors(plan) for slots, plan in zip(self._lanes, plans, strict=True)]
+        errors = [slots.errors(plan) if slots.failed else () for slots, plan in zip(self._lanes, plans, strict=True)]
         self._launched.append(PendingStep(output, plans, errors))
 
     def _run_last(self, inputs: StepInputs, *hidden: jax.Array) -> StepOutput:

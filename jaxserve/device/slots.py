@@ -114,7 +114,7 @@ class Slots:
     def errors(self, plan: StepPlan) -> tuple[RowError, ...]:
         """Return the rows of a plan whose inputs could not be built."""
         failed = self.failed
-        return tuple(RowError(i, failed[slot]) for i, slot in enumerate(plan.slots) if slot in failed) if failed else ()
+        return tuple(RowError(row, failed[slot]) for row, slot in enumerate(plan.slots) if slot in failed)
 
     def masked_samples(self, plan: StepPlan) -> list["MaskedSample"]:
         """Return the samples of a plan that may not be every token."""

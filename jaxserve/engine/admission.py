@@ -161,7 +161,8 @@ class Admission:
                 does not support a parameter.
         """
         limits, params = self.limits, request.params
-        limits.check_priority(request.priority)
+        if request.priority:
+            limits.check_priority(request.priority)
         token_ids = self._token_ids(request)
         if request.truncate_prompt_tokens is not None:
             max_output_tokens = params.max_tokens if request.pooling is None else 0
@@ -215,7 +216,8 @@ class Admission:
             bad_ids=[word[0] for word in bad_words if len(word) == 1],
         )
         seed = default_seed if params.seed is None else params.seed
-        num_generation_tokens = self._num_generation_tokens(request, prompt)
+        begins_with = request.generation_prompt  # of a rendered chat, where the model has states
+        num_generation_tokens = -1 if begins_with is None else self._num_generation_tokens(request, begins_with, prompt)
         samples: list[Sample] = []
         pieces = None if tokenizer is None else tokenizer.pieces(params.skip_special_tokens)
         for index, constraint in enumerate(constraints):
@@ -259,11 +261,11 @@ class Admission:
             raise RequestError(message, parameter="bad_words", value=words)
         return found
 
-    def _num_generation_tokens(self, request: Request, token_ids: list[int]) -> int:
+    def _num_generation_tokens(self, request: Request, generation_prompt: str, token_ids: list[int]) -> int:
         """Return how many tokens of a rendered prompt begin the answer; -1 if that is not known."""
-        if self.tokenizer is None or request.text is None or request.generation_prompt is None:
+        if self.tokenizer is None or request.text is None:
             return -1
-        return count_generation_tokens(self.tokenizer.encode, request.text, token_ids, request.generation_prompt)
+        return count_generation_tokens(self.tokenizer.encode, request.text, token_ids, generation_prompt)
 
     def _token_ids(self, request: Request) -> list[int]:
         if request.token_ids is not None:

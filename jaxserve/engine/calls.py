@@ -1,9 +1,11 @@
 """Calls that block until a loop has their outputs, for ``LLM``."""
 
+import concurrent.futures
 import dataclasses
 import queue
 import time
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 from tqdm import tqdm
 
@@ -76,8 +78,10 @@ class ProgressBar:
             postfix="est. speed input: 0.00 toks/s, output: 0.00 toks/s",
         )
 
-    def count(self, request: RequestState) -> None:
+    def count(self, stream: CallStream) -> None:
         """Count a request that has finished."""
+        request = stream.request
+        assert request is not None
         bar, count = self._bar, len(request.samples)
         self._num_input += len(request.prompt_token_ids) * count
         self._num_output += sum(sample.sequence.num_output_tokens for sample in request.samples)
@@ -130,11 +134,9 @@ class Calls:
         self._loop.check_outside()
         prepared = self._prepared(inputs)
         caller, metrics = Caller(), "last" if self._with_metrics else "none"
-        requests = {
-            CallStream(caller=caller, metrics=metrics, request=request, is_read_whole=True): request
-            for request in prepared
-        }
-        streams = [*requests]
+        streams = [
+            CallStream(caller=caller, metrics=metrics, request=request, is_read_whole=True) for request in prepared
+        ]
         bar: ProgressBar | None = None
         try:
             self._loop.begin(streams)
@@ -145,8 +147,8 @@ class Calls:
                 for stream, content in caller.wait():
                     contents[stream] = content
                     if bar is not None:
-                        bar.count(requests[stream])
-            return [self._output(request, contents[stream]) for stream, request in requests.items()]
+                        bar.count(stream)
+            return [self._output(request, contents[each]) for each, request in zip(streams, prepared, strict=True)]
         except BaseException:
             self._loop.drop_all(streams)
             raise
@@ -187,11 +189,8 @@ class Calls:
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}") from error
         for index, request in enumerate(requests):
-            try:
-                if request.grammar is not None:
-                    request.grammar.result()
-            except RequestError as error:
-                raise RequestError(f"prompt {index}: {error}") from error
+            if request.grammar is not None:
+                _wait_for_grammar(index, request.grammar)
         return requests
 
     def _output(self, request: RequestState, content: Content) -> RequestOutput:
@@ -201,3 +200,15 @@ class Calls:
         if request.error is None:
             raise content
         return request.output(self._with_metrics)
+
+
+def _wait_for_grammar(index: int, grammar: "concurrent.futures.Future[Any]") -> None:
+    """Wait for the grammar of the prompt with this index.
+
+    Raises:
+        RequestError: It cannot be compiled.
+    """
+    try:
+        grammar.result()
+    except RequestError as error:
+        raise RequestError(f"prompt {index}: {error}") from error

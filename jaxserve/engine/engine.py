@@ -238,18 +238,14 @@ class Engine:
 
     def _deliver(self, step: Step, result: StepResult) -> list[RequestState]:
         """Note a step's results in one lane; return the requests they changed."""
-        if self.expert_load is not None and result.expert_tokens is not None:
-            self.expert_load.add(result.expert_tokens)
-        requests = self._requests
+        requests, pooled = self._requests, list[RequestState]()
         changed = dict.fromkeys([requests[sequence.request.request_id] for sequence in step.sampled])
-        if step.scored:
-            changed |= dict.fromkeys(self._add_prompt_logprobs(step, result))
-        if result.logprobs is not None:
-            self._score(step, result.logprobs)
+        if step.scored or step.pooled or result.logprobs is not None or result.expert_tokens is not None:
+            failed, pooled = self._add_special(step, result)
+            changed |= dict.fromkeys(failed)
         # The first of a request's sequences, which the others follow, gets the first token.
         firsts = (requests.get(sequence.request.request_id) for sequence in step.started if not sequence.index)
         started = [request for request in firsts if request is not None]
-        pooled = self._add_vectors(step, result) if step.pooled else []
         self._metrics.stepped(step, started, pooled)
         for sequence in step.finished:
             request = requests.get(sequence.request.request_id)
@@ -264,6 +260,19 @@ class Engine:
             else:
                 self._fail_alone(request, sequence.error)
         return [*changed, *pooled]
+
+    def _add_special(self, step: Step, result: StepResult) -> tuple[list[RequestState], list[RequestState]]:
+        """Note what few steps have: use of experts, logprobs, and vectors.
+
+        Returns:
+            The requests that fail because of the logprobs of their prompts, and those that the step has pooled.
+        """
+        if self.expert_load is not None and result.expert_tokens is not None:
+            self.expert_load.add(result.expert_tokens)
+        failed = self._add_prompt_logprobs(step, result) if step.scored else []
+        if result.logprobs is not None:
+            self._score(step, result.logprobs)
+        return failed, self._add_vectors(step, result) if step.pooled else []
 
     def _add_prompt_logprobs(self, step: Step, result: StepResult) -> list[RequestState]:
         """Add the logprobs of prompts to their requests; return the requests that fail because of them."""

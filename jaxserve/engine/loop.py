@@ -225,18 +225,20 @@ class Loop(CommandThread):
     def _run(self) -> None:
         """Run the thread until ``stop`` is called or the engine fails."""
         try:
-            while self._may_go_on():
+            while self._drain_until_s is None or self._may_go_on(self._drain_until_s):
                 timeout_s = None if self._stats is None else self._stats.wait_s()
                 command = self._next_command(not self._can_step(), timeout_s)
                 if command is not None:
                     command()
                     self.num_done += 1
                     continue
-                self._expire()
+                if self._next_deadline_s <= (now := time.monotonic()):
+                    self._expire(now)
                 if self._can_step():
                     self.deliver(self._engine.step())
                     self.num_done += 1
-                self._log()
+                if self._stats is not None and self._stats.is_due():
+                    self._stats.log(self._engine.metrics())
         except BaseException as error:
             # An EngineDeadError has the first failure as its cause.
             self.failure = error.__cause__ or error
@@ -244,20 +246,14 @@ class Loop(CommandThread):
         finally:
             self._end()
 
-    def _may_go_on(self) -> bool:
-        """Whether the loop was not told to stop, or still drains."""
-        if self._drain_until_s is None:
-            return True
+    def _may_go_on(self, drain_until_s: float) -> bool:
+        """Whether the loop, which was told to stop, still drains."""
         has_work = self._engine.num_unfinished > 0 or not self._inbox.empty()
-        return has_work and not self._is_on_demand and time.monotonic() < self._drain_until_s
+        return has_work and not self._is_on_demand and time.monotonic() < drain_until_s
 
     def _can_step(self) -> bool:
         """Whether there is a request and, on demand, a caller that waits for an output."""
         return self._engine.num_unfinished > 0 and (not self._is_on_demand or bool(self._wanted))
-
-    def _log(self) -> None:
-        if self._stats is not None and self._stats.is_due():
-            self._stats.log(self._engine.metrics())
 
     def _begin(self, streams: Sequence[Stream]) -> None:
         """Queue prepared requests, whose outputs are waited for; if one cannot be queued, end all streams."""
@@ -320,10 +316,8 @@ class Loop(CommandThread):
             self._close(stream, request)
             self._engine.abort(request)
 
-    def _expire(self) -> None:
+    def _expire(self, now: float) -> None:
         """Abort requests whose deadline has passed."""
-        if self._next_deadline_s > (now := time.monotonic()):
-            return
         failed: list[tuple[Stream, Content]] = []
         for request, stream in [*self._open.items()]:
             if stream.deadline_s is not None and stream.deadline_s <= now:

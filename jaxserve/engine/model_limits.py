@@ -95,12 +95,12 @@ class ModelLimits:
             )
 
     def check_priority(self, priority: int) -> None:
-        """Check that a priority is 0 unless the engine uses priority scheduling.
+        """Check that a priority, which is not 0, has an effect: that the engine uses priority scheduling.
 
         Raises:
             RequestError: The priority would be ignored.
         """
-        if priority and not self.has_priorities:
+        if not self.has_priorities:
             message = "priority requires scheduling_policy='priority'; this engine uses 'fcfs'"
             raise RequestError(message, parameter="priority", value=priority)
 

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from typing import Any, NamedTuple, cast
 
-from jaxserve.api.draft_metrics import DraftReport
+from jaxserve.api.draft_metrics import DraftReport, RequestSpecDecodeMetrics
 from jaxserve.api.errors import RequestError, own_failure
 from jaxserve.api.logprobs import Logprob, PromptLogprobs, SampleLogprobs
 from jaxserve.api.outputs import CompletionOutput, PrefixMetrics, RequestMetrics, RequestOutput
@@ -156,9 +156,7 @@ class Sample:
         return self._output(start, text, None if self.logprobs is None else self.logprobs[start:], failed)
 
     def _output(self, start: int, text: str, logprobs: SampleLogprobs | None, failed: bool) -> CompletionOutput:
-        sequence, report = self.sequence, self.draft_report
-        if sequence.finish_reason is None:
-            report = None
+        sequence = self.sequence
         return CompletionOutput(
             index=sequence.index,
             text=text,
@@ -167,8 +165,12 @@ class Sample:
             logprobs=logprobs,
             finish_reason="error" if failed else sequence.finish_reason,
             stop_reason=None if failed else sequence.stop_reason,
-            spec_decode_metrics=None if report is None else report.of(sequence.drafted, sequence.accepted),
+            spec_decode_metrics=None if self.draft_report is None else self._drafts(self.draft_report),
         )
+
+    def _drafts(self, report: DraftReport) -> RequestSpecDecodeMetrics | None:
+        sequence = self.sequence
+        return None if sequence.finish_reason is None else report.of(sequence.drafted, sequence.accepted)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -327,11 +329,8 @@ class RequestState:
         count = self.request.params.prompt_logprobs or 0
         held.extend(packed_scores(targets, chunk.first + num_old, scores, count, shown, offsets))
 
-    def _prompt_logprobs(self) -> PromptLogprobs | None:
+    def _prompt_logprobs(self, held: PackedLogprobs) -> PromptLogprobs:
         """Return the logprobs of the prompt as outputs have them."""
-        held = self.prompt_logprobs
-        if held is None:
-            return None
         if len(held) < len(self.prompt_token_ids):
             held = dataclasses.replace(held)
             held.add_empty(len(self.prompt_token_ids) - len(held))
@@ -341,13 +340,14 @@ class RequestState:
         return flat if self.request.params.flat_logprobs else [position or None for position in flat]
 
     def _output(self, outputs: list[CompletionOutput], with_metrics: bool, with_prompt_logprobs: bool) -> RequestOutput:
+        held = self.prompt_logprobs if with_prompt_logprobs else None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.request.text,
             prompt_token_ids=self.prompt_token_ids,
             outputs=outputs,
             finished=self.is_finished(),
-            prompt_logprobs=self._prompt_logprobs() if with_prompt_logprobs else None,
+            prompt_logprobs=None if held is None else self._prompt_logprobs(held),
             metrics=self.metrics() if with_metrics else None,
             num_cached_tokens=self.num_cached_tokens,
             error=None if self.error is None else str(self.error),

@@ -102,23 +102,10 @@ class GroupedQueryAttention(Attention):
         scope = scope.over(self.mesh_axis)
         self.qk_norm, self.kv_spec = qk_norm, self.kv_spec._replace(reads=reads)
         q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
-        rows = rows_of(qkv, (q_width, kv_width, kv_width), (head_dim,) * 3)
-        rows = [each._replace(is_transposed=is_transposed) for each in rows]
-        if is_interleaved:
-            rows = [each._replace(start=i * head_dim, stride=3 * head_dim) for i, each in enumerate(rows)]
-        if gate is not None and gate.follows_query:
-            rows[0] = rows[0]._replace(total=2 * q_width, stride=2 * head_dim)
+        rows = _qkv_rows(qkv, (q_width, kv_width), head_dim, is_interleaved, gate)
+        rows = [each._replace(is_transposed=is_transposed) for each in rows[: 3 if reads is None else 1]]
         rows[1:] = [each._replace(is_whole=self.kv_axis != self.mesh_axis) for each in rows[1:]]
-        rows = rows if reads is None else rows[:1]
-        self.qkv = ColumnParallelLinear(
-            input_size or hidden_size,
-            rows,
-            outer_axis="q_heads",
-            mesh_axis=self.mesh_axis,
-            bias=qkv_bias,
-            scope=scope,
-            order=self._order(paired_dim) if paired_dim else None,
-        )
+        self.qkv = self._projection(input_size or hidden_size, rows, qkv_bias, scope, paired_dim)
         self.out = RowParallelLinear(
             q_width,
             hidden_size,
@@ -128,29 +115,46 @@ class GroupedQueryAttention(Attention):
             scope=scope.at(out),
             is_transposed=is_transposed,
         )
-        has_bias = gate is not None and gate.follows_query and qkv_bias
-        gates = None if gate is None else self._gates(gate, hidden_size, num_heads, scope, has_bias)
-        self.gate, self.gates = gate, gates
+        self.gate, self.is_normed_last = gate, is_normed_last
+        self.gates = None if gate is None else self._gates(gate, hidden_size, num_heads, scope, qkv_bias)
         self.tile = ROW_TILE if scope.policy.is_native else None
         sinks = stack_rows(scope, [Rows("sinks", num_heads)], "")
         self.sinks = vector(sinks, "q_heads", scope) if has_sinks else None
+        norm = partial(RMSNorm, head_dim, eps=norm_eps, axis="head_dim")
+        self.v_norm = norm(scope=scope, has_weight=False) if has_value_norm else None
         q_scope, k_scope = (scope.at(name) for name in norm_names)
-        self.is_normed_last = is_normed_last
-        value_norm = partial(RMSNorm, head_dim, eps=norm_eps, axis="head_dim", has_weight=False)
-        self.v_norm = value_norm(scope=scope) if has_value_norm else None
         if qk_norm == "head":
-            norm = partial(RMSNorm, head_dim, eps=norm_eps, axis="head_dim", offset=norm_offset)
-            norm = partial(norm, has_weight=has_norm_weights)
+            norm = partial(norm, offset=norm_offset, has_weight=has_norm_weights)
             self.q_norm, self.k_norm = norm(scope=q_scope), None if reads is not None else norm(scope=k_scope)
         elif qk_norm == "width":
-            self.q_norm = RMSNorm(q_width, eps=norm_eps, scope=q_scope, axis="q_heads", unit=head_dim)
-            k_scope = k_scope.over(self.kv_axis)
-            self.k_norm = RMSNorm(kv_width, eps=norm_eps, scope=k_scope, axis="kv_heads", unit=head_dim)
+            self._add_wide_norms((q_width, kv_width), (q_scope, k_scope), norm_eps)
+
+    def _projection(
+        self, input_size: int, rows: Sequence[Rows], bias: bool, scope: Scope, paired_dim: int
+    ) -> ColumnParallelLinear:
+        """Return the projection to queries, keys and values."""
+        return ColumnParallelLinear(
+            input_size,
+            rows,
+            outer_axis="q_heads",
+            mesh_axis=self.mesh_axis,
+            bias=bias,
+            scope=scope,
+            order=self._order(paired_dim) if paired_dim else None,
+        )
+
+    def _add_wide_norms(self, widths: tuple[int, int], scopes: tuple[Scope, Scope], eps: float) -> None:
+        """Add the norms over all queries, and over all keys."""
+        (q_width, kv_width), (q_scope, k_scope) = widths, scopes
+        norm = partial(RMSNorm, eps=eps, unit=self.head_dim)
+        self.q_norm = norm(q_width, scope=q_scope, axis="q_heads")
+        self.k_norm = norm(kv_width, scope=k_scope.over(self.kv_axis), axis="kv_heads")
 
     def _gates(
-        self, gate: OutputGate, hidden_size: int, num_heads: int, scope: Scope, bias: bool
+        self, gate: OutputGate, hidden_size: int, num_heads: int, scope: Scope, qkv_bias: bool
     ) -> ColumnParallelLinear:
         """Return the projection of the gates of this device's query heads."""
+        bias = gate.follows_query and qkv_bias
         unit = 1 if gate.is_per_head else self.head_dim
         rows = [Rows(gate.module, num_heads * unit, unit)]
         if gate.follows_query:
@@ -239,3 +243,24 @@ class GroupedQueryAttention(Attention):
         heads = self.heads(qkv, self.rotation(inputs))
         ready = jnp.concatenate([each.reshape(len(qkv), -1) for each in heads], axis=1)
         return self.write_ready(ready, pools, inputs, settings)
+
+
+def _qkv_rows(
+    modules: Sequence[str], widths: tuple[int, int], head_dim: int, is_interleaved: bool, gate: OutputGate | None
+) -> list[Rows]:
+    """Return the rows of queries, keys and values in checkpoints.
+
+    Args:
+        modules: Their modules: three, or one with all of the rows.
+        widths: Features of all queries, and of all keys.
+        head_dim: H.
+        is_interleaved: Whether the one module has the rows of each head together.
+        gate: Gates, which may follow the queries in their module.
+    """
+    q_width, kv_width = widths
+    rows = rows_of(modules, (q_width, kv_width, kv_width), (head_dim,) * 3)
+    if is_interleaved:
+        rows = [each._replace(start=i * head_dim, stride=3 * head_dim) for i, each in enumerate(rows)]
+    if gate is not None and gate.follows_query:
+        rows[0] = rows[0]._replace(total=2 * q_width, stride=2 * head_dim)
+    return rows

@@ -128,9 +128,7 @@ class SparseMLP(nnx.Module):
         parallel, policy, count = scope.parallel, scope.policy, routing.num_experts
         self.tile = ROW_TILE if policy.is_native else None
         self.residual_axis = parallel.residual_axis
-        self.has_fused_norms = (
-            self.tile is not None and self.residual_axis is None
-        )  # not fused, but in tiles of its own
+        self.has_fused_norms = self.tile is not None and self.residual_axis is None  # in tiles of its own, not fused
         self.is_mean = is_mean
         self.routing, self.shared, self.dtype = routing, shared, policy.activations_dtype
         self.experts_axis, self.ffn_axis, self.dispatch = parallel.experts, parallel.expert_ffn, parallel.dispatch
@@ -143,29 +141,19 @@ class SparseMLP(nnx.Module):
         build = partial(expert_weights, num_experts=count, experts_per_token=routing.experts_per_token)
         self.latent, counts = latent, (ffn_size,) * (1 if isinstance(activation, SquaredReLU) else 2)
         hidden_size = hidden_size if latent is None else latent.size
-        self.gate_up = build(
-            stack_rows(
-                scope if self.ffn_axis is not None else scope.unsplit(),
-                _expert_rows(names, names.gate_up, counts, count),
-                names.tensor,
-                hidden_size,
-                parallel.parts(self.experts_axis),
-            ),
-            ("expert_ffn", "embed"),
-            (parts, 1),
-            scope,
-            is_gated=activation is None,
+        gate_up = stack_rows(
+            scope if self.ffn_axis is not None else scope.unsplit(),
+            _expert_rows(names, names.gate_up, counts, count),
+            names.tensor,
+            hidden_size,
+            parallel.parts(self.experts_axis),
         )
+        self.gate_up = build(gate_up, ("expert_ffn", "embed"), (parts, 1), scope, is_gated=activation is None)
         down_rows = _expert_rows(names, (names.down,), (hidden_size,), count)
-        self.down = build(
-            stack_rows(scope.unsplit(), down_rows, names.tensor, ffn_size),
-            ("embed", "expert_ffn"),
-            (1, parts),
-            scope,
-        )
-        assert (names.biases is not None) == names.is_interleaved and (
-            activation is not None or not names.is_interleaved
-        )
+        down = stack_rows(scope.unsplit(), down_rows, names.tensor, ffn_size)
+        self.down = build(down, ("embed", "expert_ffn"), (1, parts), scope)
+        assert (names.biases is not None) == names.is_interleaved
+        assert activation is not None or not names.is_interleaved
         self.activation, self.is_interleaved = activation, names.is_interleaved
         self.router_norm, self.router_scale = router_norm, router_scale
         self.expert_scales = (

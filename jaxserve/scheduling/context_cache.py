@@ -72,6 +72,8 @@ class ContextCache:
 
         Empty unless every table has one.
         """
+        if len(sequence.token_ids) - 1 - num_shared * self._page_size < self._cache.min_shared_tokens:
+            return []
         content = self._content(sequence, num_shared, len(sequence.token_ids) - 1)
         hits = [self._cache.find_partial(sequence.page_keys[num_shared] + tag, content) for tag in self._tags]
         found = [hit for hit in hits if hit is not None]

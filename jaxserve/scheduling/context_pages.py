@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from jaxserve.scheduling.context_cache import ContextCache
 from jaxserve.scheduling.context_states import ContextStates
 from jaxserve.scheduling.page_allocator import KVWindow, PageAllocator, max_held_pages
-from jaxserve.scheduling.plan import PageCopy, PageGrant, StateSnapshot
+from jaxserve.scheduling.plan import PageCopy, PageGrant
 from jaxserve.scheduling.prefix_cache import PartialHit
 from jaxserve.scheduling.sequence import HeldPages, Sequence
 from jaxserve.scheduling.state_allocator import Checkpoint
@@ -202,10 +202,6 @@ class ContextPages:
             pass
         return min(end, sequence.num_pages * self._page_size)
 
-    def snapshots(self, sequence: Sequence, row: int, start: int, end: int) -> list[StateSnapshot]:
-        """Return the states to keep from within a row of tokens from ``start`` to ``end``."""
-        return [] if self.states is None else self.states.snapshots(sequence, row, start, end)
-
     def states_on_the_way(self, sequence: Sequence) -> list[PageCopy]:
         """Return the copy that keeps the state of a decoding sequence before its next row, if it is due."""
         if self.states is None or not self.states.is_due(sequence):
@@ -285,7 +281,8 @@ class ContextPages:
 
     def settle(self) -> None:
         """Make what earlier plans have cached available; called before a step is planned."""
-        self._allocator.cache.settle()
+        if self._allocator.cache.unsettled:
+            self._allocator.cache.settle()
         if self.states is not None:
             self.states.allocator.settle()
 

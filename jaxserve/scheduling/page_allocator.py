@@ -105,7 +105,9 @@ class PageAllocator:
             self._num_holders[page] -= 1
             if self._num_holders[page]:
                 continue
-            if self.keeps_free_pages and page in self.cache:
+            if page not in self.cache:
+                self._free.append(page)
+            elif self.keeps_free_pages:
                 self._free_cached[page] = None
             else:
                 self.cache.forget(page)

@@ -41,6 +41,7 @@ class PrefixCache:
     Attributes:
         page_size: Tokens per page.
         min_shared_tokens: Fewest shared tokens that are worth copying a page.
+        unsettled: Pages that ``settle`` makes available.
     """
 
     def __init__(self, page_size: int):
@@ -50,7 +51,7 @@ class PrefixCache:
         self._records: dict[int, PageRecord] = {}
         self._page_of: dict[bytes, int] = {}
         self._children: dict[bytes, list[tuple[bytes, int]]] = {}
-        self._unsettled: set[int] = set()
+        self.unsettled: set[int] = set()
 
     def __len__(self) -> int:
         """Return the number of cached pages."""
@@ -110,7 +111,7 @@ class PrefixCache:
         if page in self._records:
             self._remove(page)
         self._records[page] = PageRecord(parent, content, key)
-        self._unsettled.add(page)
+        self.unsettled.add(page)
 
     def settle(self) -> None:
         """Make the pages added so far available to ``find_partial``.
@@ -118,10 +119,10 @@ class PrefixCache:
         Called before a step is planned, because its copies run before the step: every page added so far is written by
         an earlier step, and none is the target of a copy in the same plan.
         """
-        for page in self._unsettled:
+        for page in self.unsettled:
             parent, content, _ = self._records[page]
             bisect.insort(self._children.setdefault(parent, []), (content, page))
-        self._unsettled.clear()
+        self.unsettled.clear()
 
     def forget(self, page: int) -> None:
         """Remove a page, if it is cached."""
@@ -144,7 +145,7 @@ class PrefixCache:
         self._records.clear()
         self._page_of.clear()
         self._children.clear()
-        self._unsettled.clear()
+        self.unsettled.clear()
 
     def _is_cached(self, parent: bytes, content: bytes) -> bool:
         """Whether a settled page starts with this content."""
@@ -154,8 +155,8 @@ class PrefixCache:
 
     def _remove(self, page: int) -> None:
         """Remove a page from the sorted contents, or from the unsettled pages."""
-        if page in self._unsettled:
-            self._unsettled.remove(page)
+        if page in self.unsettled:
+            self.unsettled.remove(page)
             return
         parent, content, _ = self._records[page]
         entries = self._children[parent]

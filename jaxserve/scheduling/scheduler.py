@@ -108,13 +108,8 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.plan.number == plan.number, f"step {plan.number} completed, step {step.plan.number} expected"
         step.completed_s = now
-        if step.errors or errors:
-            failed = [*step.errors, *((step.sequences[row], error) for row, error in errors)]
-            self._fail_rows(failed, step.finished)
-        if plan.pooling or plan.targets:
-            step.scored, step.pooled = step.scored_rows(), self._end_pooled(step.pooled_rows())
-        if plan.has_drafts:
-            drop_rejected(step, tokens, self.pages, self.draft_counts, self.draft_lengths)
+        if step.errors or errors or plan.pooling or plan.targets or plan.has_drafts:
+            self._complete_special(step, tokens, errors)
         sampled, previous_s, num_more = step.sampled, step.previous_s, 0
         for sequence, num_samples, new in zip(step.sequences, plan.num_samples, tokens, strict=True):
             if not num_samples or sequence.finish_reason is not None:
@@ -139,8 +134,20 @@ class Scheduler:
             else:
                 num_more += self._append(sequence, new, step.finished) - 1
         step.num_new_tokens = len(sampled) + num_more
-        measure_step(step, self.draft_lengths)
+        if self.limits.max_draft_tokens:
+            measure_step(step, self.draft_lengths)
         return step
+
+    def _complete_special(self, step: Step, tokens: list[list[int]], errors: Items[tuple[int, Exception]]) -> None:
+        """Complete what few steps have: rows that failed, rows that are pooled or scored, and drafts."""
+        plan = step.plan
+        if step.errors or errors:
+            failed = [*step.errors, *((step.sequences[row], error) for row, error in errors)]
+            self._fail_rows(failed, step.finished)
+        if plan.pooling or plan.targets:
+            step.scored, step.pooled = step.scored_rows(), self._end_pooled(step.pooled_rows())
+        if plan.has_drafts:
+            drop_rejected(step, tokens, self.pages, self.draft_counts, self.draft_lengths)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Finish a waiting or running sequence and free its slot and pages.
@@ -316,7 +323,8 @@ class Scheduler:
         samples = step.add_chunk(sequence, end)
         sequence.num_computed = end
         self.pages.cache.register(sequence, end, with_last=samples)
-        step.plan.snapshots += self.pages.snapshots(sequence, step.plan.num_rows - 1, start, end)
+        if self.pages.states is not None:
+            step.plan.snapshots += self.pages.states.snapshots(sequence, step.plan.num_rows - 1, start, end)
         if samples:
             self.pages.update_decode_limit(sequence)
             if sequence.constraint is not None:

@@ -111,8 +111,8 @@ def chat_arguments(config: ServerConfig, fields: Mapping[str, Any]) -> dict[str,
 
 def chat_request(
     frontend: Frontend, fields: Mapping[str, Any], given: Mapping[str, Any], **more: Any
-) -> "tuple[Request, CompletionParser]":
-    """Return the request of a conversation, and the parser of its completions.
+) -> "tuple[Request, ChatParser | None]":
+    """Return the request of a conversation, and the parser of its completions; None if all of their text is content.
 
     Args:
         frontend: Knows the server's settings, and the model's parsers and defaults.
@@ -126,7 +126,7 @@ def chat_request(
     """
     choice = _tool_choice(frontend, fields)
     if choice == "none" and frontend.info.parsers.reasoning is None:
-        parser = PlainParser()
+        parser = None
     else:
         parser = ChatParser(frontend.info.parsers, fields, choice)
         given = {**given, **parser.sampling_fields(given)}
@@ -155,25 +155,6 @@ def _tool_choice(frontend: Frontend, fields: Mapping[str, Any]) -> str | Mapping
         message = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
         raise RequestError(message, parameter="tool_choice", value=chosen)
     return chosen
-
-
-class PlainParser:
-    """The parser of completions without reasoning and calls: all of their text is content."""
-
-    def begin(self, request: Request, prompt: str | None) -> None:
-        """Do nothing: the prompt makes no difference."""
-
-    def feed(self, index: int, text: str, is_end: bool = False) -> MessageDelta:
-        """Return what the next piece of a completion adds to the message."""
-        return MessageDelta(text or None)
-
-    def whole(self, index: int, text: str) -> ParsedMessage:
-        """Return the message that a whole completion is."""
-        return ParsedMessage(text or None)
-
-    def finish_reason(self, index: int, reason: str) -> str:
-        """Return the engine's reason."""
-        return reason
 
 
 class ChatParser:
@@ -273,6 +254,3 @@ class ChatParser:
                 prompt_ends_in_line=self._starts_in_line,
             )
         return self._parsers[index]
-
-
-CompletionParser = PlainParser | ChatParser

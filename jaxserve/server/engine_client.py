@@ -91,7 +91,7 @@ class EngineClient(EngineQueries):
         self._title = f"the engine process of {group_name}" if group_name else "the engine process"
         self._numbers = itertools.count(1)
         self._collectors: dict[int, OutputCollector] = {}
-        self._names: dict[int, str] = {}
+        self._has_metrics = bool(config.enable_log_requests or config.enable_log_outputs or config.otlp_traces_endpoint)
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._renderers: Renderers | None = None
         self._process: EngineProcess | None = None
@@ -164,12 +164,11 @@ class EngineClient(EngineQueries):
         """End requests by their full names with an error, after the outputs that have come."""
         if self._renderers is not None:
             self._renderers.abort(request_ids)
-        numbers = [number for number, name in self._names.items() if name in request_ids]
-        ended = [(number, found) for number in numbers if (found := self._collectors.pop(number, None)) is not None]
-        for _, collector in ended:
-            collector.fail(error)
-        if ended and self.is_alive:
-            self._send(Cancel([number for number, _ in ended]))
+        numbers = [number for number, found in self._collectors.items() if found.request_id in request_ids]
+        for number in numbers:
+            self._collectors.pop(number).fail(error)
+        if numbers and self.is_alive:
+            self._send(Cancel(numbers))
 
     async def stop(self, drain_s: float, patience_s: float = 10.0) -> None:
         """End the process, if it runs, after at most ``drain_s`` seconds for its requests and ``patience_s`` more."""
@@ -224,7 +223,7 @@ class EngineClient(EngineQueries):
         """Yield outputs until the request finishes. Closing the generator, or cancelling its reader, ends the request.
 
         Deltas that arrive while the reader is busy are merged. The first output has the prompt's token ids, text and
-        logprobs, the last has ``metrics``.
+        logprobs, the last has ``metrics`` if logs or traces show them.
 
         Args:
             request: The request.
@@ -237,21 +236,22 @@ class EngineClient(EngineQueries):
             EngineDeadError: The engine has ended.
         """
         arrival_s = time.monotonic()
-        collector = OutputCollector(request.timeout_s)
+        collector = OutputCollector(request.timeout_s, request.request_id)
         number = self._take_number()
         if request.chat is not None and request.text is None:
             rendered = await self._render(request.chat, request.turn, request.request_id, request.timeout_s)
             if rendered is None:
                 yield aborted(request)
                 return
-            last = {"messages": request.chat["messages"][-1:]}  # it tells where reasoning begins
-            last["continue_final_message"] = request.chat.get("continue_final_message", False)
+            last = {  # it tells where reasoning begins
+                "messages": request.chat["messages"][-1:],
+                "continue_final_message": request.chat.get("continue_final_message", False),
+            }
             request = dataclasses.replace(request, **rendered._asdict(), chat=last, add_special_tokens=False)
             check_text(self.info.text_bound, request, self.info.max_model_len)
         self._collectors[number] = collector
-        self._names[number] = request.request_id
         try:
-            self._send(Submit(number, request, arrival_s + self._clock_ahead_s, is_waiting))
+            self._send(Submit(number, request, arrival_s + self._clock_ahead_s, is_waiting, self._has_metrics))
             while True:
                 output = await collector.get()
                 yield output
@@ -259,7 +259,6 @@ class EngineClient(EngineQueries):
                     return
         finally:
             self._collectors.pop(number, None)
-            del self._names[number]
             if not collector.has_ended and self.is_alive:
                 self._send(Cancel([number]))
 

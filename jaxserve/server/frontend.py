@@ -131,7 +131,8 @@ class Frontend:
             OverloadedError: The caller has used its tokens of the last minute.
             RequestFailedError: The same request was running at two ends of the engine process.
         """
-        self.log.usage.check_rate(caller)
+        if caller.tokens_per_minute is not None:
+            self.log.usage.check_rate(caller)
         changes: dict[str, Any] = {"turn": caller.turn}
         if caller.min_priority is not None and request.priority < caller.min_priority:
             changes["priority"] = caller.min_priority

@@ -30,19 +30,10 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 
 
-@contextlib.asynccontextmanager
-async def http_listening(frontend: Frontend, note_end: Callable[[], None] | None = None) -> AsyncIterator[str]:
-    """Serve HTTP while the block runs; yield the address.
-
-    Args:
-        frontend: What serves requests.
-        note_end: Called if the server ends although it was not told to.
-
-    Raises:
-        ConfigError: The address cannot be used.
-    """
+def _settings(frontend: Frontend) -> uvicorn.Config:
+    """Return uvicorn's settings."""
     config = frontend.config
-    settings = uvicorn.Config(
+    return uvicorn.Config(
         make_app(frontend),
         http=cast(
             "Any",
@@ -63,6 +54,20 @@ async def http_listening(frontend: Frontend, note_end: Callable[[], None] | None
         backlog=_BACKLOG,
         timeout_graceful_shutdown=1,
     )
+
+
+@contextlib.asynccontextmanager
+async def http_listening(frontend: Frontend, note_end: Callable[[], None] | None = None) -> AsyncIterator[str]:
+    """Serve HTTP while the block runs; yield the address.
+
+    Args:
+        frontend: What serves requests.
+        note_end: Called if the server ends although it was not told to.
+
+    Raises:
+        ConfigError: The address cannot be used.
+    """
+    config, settings = frontend.config, _settings(frontend)
     settings.load()
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(_bound(config))

@@ -157,7 +157,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _go_on(self) -> None:
         """Parse bytes that have waited if there is room for more requests."""
         is_open = self._refusal is None and not self.transport.is_closing()
-        if self._unparsed and is_open and len(self.pipeline) < _MAX_QUEUED:
+        if is_open and len(self.pipeline) < _MAX_QUEUED:
             data, self._unparsed = bytes(self._unparsed), bytearray()
             self._take_in(data)
         if self._unparsed:
@@ -285,7 +285,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._send_refusal()
         elif self._state == "body" and self.cycle.response_complete:
             self._begin_deadline(self._limit_s)
-        self._go_on()
+        if self._unparsed:
+            self._go_on()
 
     def _progress(self, state: Literal["idle", "body"]) -> None:
         self._state, self._has_progressed = state, True

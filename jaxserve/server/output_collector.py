@@ -16,10 +16,12 @@ class OutputCollector:
 
     Attributes:
         timeout_s: Seconds until the request's deadline; None for none.
+        request_id: The request's name.
         has_ended: Whether the engine process sends nothing more about the request.
     """
 
     timeout_s: float | None = None
+    request_id: str = ""
     has_ended: bool = False
     _changed: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     _unread: RequestOutput | None = None

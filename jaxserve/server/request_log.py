@@ -40,18 +40,29 @@ class RequestCounts:
     """What has happened since the server started.
 
     Attributes:
-        started: Admitted requests.
+        usage: What each caller has used.
         finished: Requests that have ended, by outcome.
-        prompt_tokens: Prompt tokens of requests with an output.
-        cached_tokens: Those of them that the prefix cache had.
-        generation_tokens: Tokens of completions.
+        cached_tokens: Prompt tokens of requests with an output that the prefix cache had.
     """
 
-    started: int = 0
+    usage: KeyUsage = dataclasses.field(default_factory=KeyUsage)
     finished: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
-    prompt_tokens: int = 0
     cached_tokens: int = 0
-    generation_tokens: int = 0
+
+    @property
+    def started(self) -> int:
+        """Admitted requests."""
+        return self.usage.total.requests
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of requests with an output."""
+        return self.usage.total.prompt_tokens
+
+    @property
+    def generation_tokens(self) -> int:
+        """Tokens of completions."""
+        return self.usage.total.generation_tokens
 
     @property
     def in_flight(self) -> int:
@@ -120,7 +131,6 @@ class RequestEntry:
 
     def __enter__(self) -> "RequestEntry":
         log, request = self.log, self.request
-        log.counts.started += 1
         if log.tracer is not None:
             attributes = request_attributes(request, log.model)
             self._span = log.tracer.start(attributes, remembered_headers())
@@ -173,14 +183,12 @@ class RequestEntry:
 
     def add(self, output: RequestOutput) -> None:
         """Record an output: a delta, or the only output."""
-        counts, self._last, num_prompt = self.log.counts, output, 0
+        self._last, num_prompt = output, 0
         if self.num_prompt_tokens is None:
             self.num_prompt_tokens = num_prompt = len(output.prompt_token_ids)
             self.num_cached_tokens = output.num_cached_tokens or 0
-            counts.prompt_tokens += num_prompt
-            counts.cached_tokens += self.num_cached_tokens
+            self.log.counts.cached_tokens += self.num_cached_tokens
         num_new = sum(len(completion.token_ids) for completion in output.outputs)
-        counts.generation_tokens += num_new
         self.log.usage.add_tokens(self.caller, num_prompt, num_new)
         if num_new and self._first_token_s is None:
             self._first_token_s = time.monotonic()
@@ -227,8 +235,8 @@ class RequestLog:
 
     def __init__(self, config: ServerConfig, model: str | None = None):
         self.config = config
-        self.counts = RequestCounts()
         self.usage = KeyUsage()
+        self.counts = RequestCounts(self.usage)
         self.model = config.served_model_name[0] if config.served_model_name else model
         self.tracer = make_tracer(config)
 

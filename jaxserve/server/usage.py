@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jaxserve.api.errors import OverloadedError
 from jaxserve.server.auth import Caller
@@ -29,13 +29,19 @@ class KeyUsage:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._by_name: dict[str, Usage] = {}
-        self._recent: dict[str, collections.Counter[int]] = {}
+        self._by_name = collections.defaultdict[str, Usage](Usage)
+        self._forgotten = Usage()
+        self._recent = collections.defaultdict[str, collections.Counter[int]](collections.Counter)
 
     @property
     def by_name(self) -> Mapping[str, Usage]:
         """The usage of each caller with a request."""
         return self._by_name
+
+    @property
+    def total(self) -> Usage:
+        """The usage of all callers, those with revoked keys among them."""
+        return _sum([self._forgotten, *self._by_name.values()])
 
     def check_rate(self, caller: Caller) -> None:
         """Reject a request whose caller has used its tokens of the last minute.
@@ -62,14 +68,14 @@ class KeyUsage:
 
     def add_request(self, name: str) -> None:
         """Count a request."""
-        self._by_name.setdefault(name, Usage()).requests += 1
+        self._by_name[name].requests += 1
 
     def add_tokens(self, name: str, num_prompt: int, num_generated: int) -> None:
         """Count tokens."""
-        usage = self._by_name.setdefault(name, Usage())
+        usage = self._by_name[name]
         usage.prompt_tokens += num_prompt
         usage.generation_tokens += num_generated
-        recent, now = self._recent.setdefault(name, collections.Counter()), int(self._clock())
+        recent, now = self._recent[name], int(self._clock())
         recent[now] += num_prompt + num_generated
         if len(recent) > 2 * _WINDOW_S:
             for second in [second for second in recent if second <= now - _WINDOW_S]:
@@ -78,5 +84,13 @@ class KeyUsage:
     def forget(self, names: Collection[str]) -> None:
         """Drop what callers have used whose keys were revoked, so that changes of keys add no metrics for ever."""
         for name in names:
-            self._by_name.pop(name, None)
+            self._forgotten = _sum([self._forgotten, self._by_name.pop(name, Usage())])
             self._recent.pop(name, None)
+
+
+def _sum(usages: Sequence[Usage]) -> Usage:
+    return Usage(
+        sum(usage.requests for usage in usages),
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.generation_tokens for usage in usages),
+    )

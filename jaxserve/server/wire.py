@@ -68,6 +68,8 @@ class Submit:
     """When it arrived, in seconds of the engine process's ``time.monotonic()``, which processes of a machine share."""
     is_waiting: bool = False
     """Whether to send its prompt's token ids before it runs, as an output without completions."""
+    has_metrics: bool = False
+    """Whether its last output has ``metrics``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ _LOGPROBS = {CompletionOutput: "logprobs", RequestOutput: "prompt_logprobs"}
 
 def _form(cls: type[Any]) -> Form:
     if cls in _LOGPROBS:
-        return dataclass_form(cls, lambda name, value: _packed(value, name == _LOGPROBS[cls]))
+        return _form_with_arrays(cls, _LOGPROBS[cls])
     if dataclasses.is_dataclass(cls):
         return dataclass_form(cls)
     if issubclass(cls, Message):
@@ -199,10 +201,17 @@ def _form(cls: type[Any]) -> Form:
     return enum_form(cls) if issubclass(cls, enum.Enum) else Form(list if cls is tuple else str, cls)
 
 
-def _packed(value: Any, is_logprobs: bool) -> Any:
-    if not is_logprobs or value is None or isinstance(value, PackedLogprobs):
-        return value
-    return PackedLogprobs.of(value)
+def _form_with_arrays(cls: type[Any], field_name: str) -> Form:
+    """Return the form of a dataclass with a field of logprobs, which are sent as arrays."""
+    plain, index = dataclass_form(cls), [each.name for each in dataclasses.fields(cls)].index(field_name)
+
+    def write(value: Any) -> list[Any]:
+        written = plain.write(value)
+        if written[index] is not None and not isinstance(written[index], PackedLogprobs):
+            written[index] = PackedLogprobs.of(written[index])
+        return written
+
+    return Form(write, plain.read)
 
 
 def _request_error(cls: type[RequestError], message: str, parameter: str | None) -> RequestError:

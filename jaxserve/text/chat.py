@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ import jinja2
 from jaxserve.api.chat_messages import check_messages
 from jaxserve.api.errors import RequestError
 from jaxserve.api.field_checks import sequence
-from jaxserve.text.chat_templates import compile_template, render_template
+from jaxserve.text.chat_templates import compile_template, render_plain
 from jaxserve.text.content_format import ContentFormat, asks_for_null, check_format, convert_content, detect_format
 
 Message = Mapping[str, Any]
@@ -79,11 +79,13 @@ def render_chat(
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     content_format: str = "auto",
     variables: Mapping[str, Any],
 ) -> str:
     """Render one conversation to a prompt that includes special tokens.
+
+    All values are of JSON's types: methods of other objects could leave the sandbox (``chat_templates.plain``).
 
     Args:
       conversation: Messages with "role" and "content". An assistant's "tool_calls" are in OpenAI's form, with
@@ -92,7 +94,7 @@ def render_chat(
       template: Jinja source.
       add_generation_prompt: Whether to end with the start of an assistant message.
       continue_final_message: Whether to leave the last message open, for the model to continue.
-      tools: JSON schemas, or typed functions with a docstring, offered to the model.
+      tools: JSON schemas of tools offered to the model.
       content_format: Form of contents in the template: "string" joins parts with newlines, "openai" is a list of parts,
         "auto" is "openai" if the template loops over contents and renders with it, else "string".
       variables: Further template variables: special tokens, and those of the user.
@@ -102,9 +104,10 @@ def render_chat(
     """
     if continue_final_message and add_generation_prompt:
         raise RequestError("continue_final_message=True requires add_generation_prompt=False")
-    check_format(content_format)
+    if content_format != "auto":
+        check_format(content_format)
     options = {
-        "tools": None if tools is None else list(tools),
+        "tools": tools,
         "continue_final_message": continue_final_message,
         "add_generation_prompt": add_generation_prompt,
     }
@@ -140,11 +143,11 @@ def _render_calls(
     may_be_null = _asks_for_null(template)
     messages = [_template_message(message, content_format, may_be_null) for message in conversation]
     try:
-        return render_template(template, messages, **variables)
+        return render_plain(template, messages, **variables)
     except TypeError:
         if not any("tool_calls" in message for message in messages):
             raise
-    return render_template(template, [_with_json_arguments(message) for message in messages], **variables)
+    return render_plain(template, [_with_json_arguments(message) for message in messages], **variables)
 
 
 @functools.lru_cache(maxsize=_MAX_TEMPLATES)

@@ -89,12 +89,26 @@ def render_template(
     continue_final_message: bool,
     **variables: Any,
 ) -> str:
-    """Render a conversation.
+    """Render a conversation of any objects, which the template sees as ``plain`` makes them; see ``render_plain``."""
+    messages, variables = [plain(message) for message in messages], plain(variables)
+    options = {"tools": plain_tools(tools), "continue_final_message": continue_final_message, **variables}
+    return render_plain(source, messages, **options)
+
+
+def render_plain(
+    source: str,
+    messages: Sequence[dict[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    continue_final_message: bool,
+    **variables: Any,
+) -> str:
+    """Render a conversation of JSON's types, such as a child process has read, or ``plain`` has made.
 
     Args:
         source: The template.
         messages: The conversation.
-        tools: JSON schemas, or typed functions with a docstring.
+        tools: JSON schemas.
         continue_final_message: Whether to end the prompt where the last message's content ends.
         variables: Further variables of the template.
 
@@ -102,10 +116,10 @@ def render_template(
         ValueError: The last message cannot be continued.
         Exception: A template can raise anything.
     """
-    template = compile_template(source)
-    shown = [_with_reasoning(plain(message)) for message in messages]
-    last = _mark_end(shown[-1], source) if continue_final_message else ""
-    text = template.render(messages=shown, tools=plain_tools(tools), **{"documents": None, **plain(variables)})
+    shown, last = [_with_reasoning(message) for message in messages], ""
+    if continue_final_message:
+        shown[-1], last = _marked(shown[-1], source)
+    text = compile_template(source).render(messages=shown, tools=tools, **{"documents": None, **variables})
     return _cut_at_mark(text, last) if continue_final_message else text
 
 
@@ -154,21 +168,22 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message if given is None else {"thinking": given, **message, "reasoning_content": given}
 
 
-def _mark_end(message: dict[str, Any], source: str) -> str:
-    """Append the mark to the text of a message, or to its last part with text; return the text without it."""
+def _marked(message: dict[str, Any], source: str) -> tuple[dict[str, Any], str]:
+    """Return a message with the mark after its text, or after that of its last part with text, and the text alone."""
     content = message.get("content")
     if content is None:
         raise ValueError("continue_final_message=True, but the last message has no content")
     if "content" not in source:
         raise ValueError("continue_final_message=True, but the chat template does not read the content of messages")
     if isinstance(content, str):
-        message["content"] = content + _OPEN_END
-        return content
-    part = next((part for part in reversed(content) if "text" in part), None)
-    if part is None:
+        return {**message, "content": content + _OPEN_END}, content
+    parts = list(content)
+    index = next((index for index in reversed(range(len(parts))) if "text" in parts[index]), None)
+    if index is None:
         raise ValueError("continue_final_message=True, but the last message has no text")
-    text, part["text"] = part["text"], part["text"] + _OPEN_END
-    return text
+    text = parts[index]["text"]
+    parts[index] = {**parts[index], "text": text + _OPEN_END}
+    return {**message, "content": parts}, text
 
 
 def _cut_at_mark(text: str, last: str) -> str:

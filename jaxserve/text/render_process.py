@@ -27,10 +27,14 @@ def _limit_memory(extra_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-def _limit_cpu(seconds: int) -> None:
-    """Let the kernel kill this process after some more seconds of work, in case its parent has died."""
+def _limit_cpu(seconds: int, hard: int) -> None:
+    """Let the kernel kill this process after some more seconds of work, in case its parent has died.
+
+    Args:
+        seconds: How many.
+        hard: The hard limit, which stays.
+    """
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(usage.ru_utime + usage.ru_stime) + seconds + 1, hard))
 
 
@@ -65,9 +69,10 @@ def _serve() -> None:
     if sys.platform == "linux":
         _limit_memory(setup["memory_bytes"])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard_cpu_limit = resource.getrlimit(resource.RLIMIT_CPU)[1]
     print(READY, flush=True)
     for line in sys.stdin:
-        _limit_cpu(setup["cpu_s"])
+        _limit_cpu(setup["cpu_s"], hard_cpu_limit)
         print(json.dumps(_response(**json.loads(line))), flush=True)
 
 

@@ -165,11 +165,9 @@ class TextJoiner:
         self._strips = self.is_busy = False
         if prompt_token_ids and pieces[prompt_token_ids[-1]]:
             return  # the prompt ends in text
-        is_start, open_bytes = _prompt_end(pieces, prompt_token_ids)
-        self._strips = is_start and pieces.strips_leading_space
-        if open_bytes:
-            self._own_bytes().feed(open_bytes)
-        self._set_busy()
+        is_start, tail = _prompt_end(pieces, prompt_token_ids)
+        if is_start or tail:
+            self._begin(is_start, tail)
 
     @property
     def strips_space(self) -> bool:
@@ -209,6 +207,16 @@ class TextJoiner:
         self.is_busy = self._strips
         return text
 
+    def _begin(self, is_start: bool, tail: bytes) -> None:
+        """Begin after a prompt without text, or after one that ends in ``tail``, bytes of characters."""
+        self._strips = is_start and self._pieces.strips_leading_space
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(tail)
+        open_bytes, _ = decoder.getstate()
+        if open_bytes:
+            self._own_bytes().feed(open_bytes)
+        self._set_busy()
+
     def _own_bytes(self) -> _CharacterJoiner | _RunJoiner:
         """Return what joins byte pieces, which most sequences never need."""
         if self._bytes is None:
@@ -227,17 +235,12 @@ def join(pieces: TokenPieces, token_ids: Iterable[int]) -> str:
 
 
 def _prompt_end(pieces: TokenPieces, token_ids: Sequence[int]) -> tuple[bool, bytes]:
-    """Return whether the ids have no text, and the bytes of an incomplete character at their end."""
+    """Return whether the ids have no text, and the bytes of at most four byte tokens at their end."""
     tail: list[bytes] = []
     for token_id in reversed(token_ids):
         text = pieces[token_id]
         if text is None:
             tail.append(pieces.raw(token_id))
         if text or len(tail) == 4:
-            break
-    else:
-        if not tail:
-            return True, b""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    decoder.decode(b"".join(reversed(tail)))
-    return False, decoder.getstate()[0]
+            return False, b"".join(reversed(tail))
+    return not tail, b"".join(reversed(tail))

@@ -15,7 +15,7 @@ from jaxserve.api.errors import ConfigError, RequestError, RequestFailedError, o
 from jaxserve.api.field_checks import unicode_text
 from jaxserve.api.text_bound import TextBound
 from jaxserve.text.chat import choose_template, render_chat
-from jaxserve.text.chat_templates import quiet_transformers
+from jaxserve.text.chat_templates import plain, plain_tools, quiet_transformers
 from jaxserve.text.fast_backend import FastBackend
 from jaxserve.text.flagged_tokens import add_flagged_tokens
 from jaxserve.text.rank_tokenizer import TEKKEN, TIKTOKEN, read_tekken, read_tiktoken
@@ -193,13 +193,19 @@ class Tokenizer:
         **variables: Any,
     ) -> str:
         """Render a conversation to a prompt with special tokens, including BOS; see `render_chat` for the arguments."""
+        checked = check_messages("messages", messages)
+        template = choose_template(self._settings.chat_templates, chat_template, tools is not None)
+        try:
+            conversation, schemas, more = plain(checked), plain_tools(tools), plain(variables)
+        except Exception as error:  # objects and functions of the caller can raise anything
+            raise RequestError(f"the chat template failed: {error}") from error
         return render_chat(
-            check_messages("messages", messages),
-            choose_template(self._settings.chat_templates, chat_template, tools is not None),
+            conversation,
+            template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=tools,
-            variables={**self.special_tokens, **variables},
+            tools=schemas,
+            variables={**self.special_tokens, **more},
         )
 
     def apply_chat_template(self, messages: Any, *arguments: Any, **options: Any) -> list[int]:

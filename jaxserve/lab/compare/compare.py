@@ -13,7 +13,7 @@ from jaxserve.api.config import EngineConfig, known_settings
 from jaxserve.api.config_checks import check_whole
 from jaxserve.api.errors import ConfigError
 from jaxserve.cli_arguments import add_dataclass_arguments, given_arguments
-from jaxserve.lab.compare.candidates import enumerate_candidates
+from jaxserve.lab.compare.candidates import Candidates, enumerate_candidates
 from jaxserve.lab.compare.rank import Workload
 from jaxserve.lab.compare.result import Comparison, Row
 from jaxserve.lab.compare.run import MANY_TOKENS, Measured, RunSettings, run_all, with_weights
@@ -68,23 +68,16 @@ def compare(
         ConfigError: A setting is unknown or not valid; the message lists what is.
     """
     sizes = _checked(devices, batch_sizes)
-    if run:
-        ensure_cpu_devices(devices)
-        if jax.default_backend() == "cpu":
-            settings = {"dtype": "float32", **settings}
+    settings = _run_settings(devices, settings) if run else settings
     whole = EngineConfig.from_arguments(str(model), **settings)
     settings = known_settings(settings)
-    kind = get_device(device or ("cpu" if run and jax.default_backend() == "cpu" else "h100"))
-    if link is not None:
-        kind = dataclasses.replace(kind, link=get_link(link))
+    kind = _device(device or ("cpu" if run and jax.default_backend() == "cpu" else "h100"), link)
     context = _context(whole, context, run)
     common = {"layouts": layouts, "meshes": meshes, "hosts": hosts, "context": context, "settings": settings}
     found = enumerate_candidates(str(model), devices, kind, **common)
     if not found.valid:
-        reasons = "; ".join(dict.fromkeys(each.reason for each in found.excluded))
-        raise ConfigError(f"no mesh and layout of {devices} devices is valid for {model}: {reasons}")
-    measured: list[Measured | None] = [None] * len(found.valid)
-    weights = ""
+        raise _none_valid(model, devices, found)
+    measured, weights = list[Measured | None]([None] * len(found.valid)), ""
     if run:
         with with_weights(whole) as (directory, weights):
             measured = [*run_all(directory, found.valid, RunSettings(sizes, context, settings))]
@@ -109,6 +102,24 @@ def _checked(devices: int, batch_sizes: Sequence[int]) -> tuple[int, ...]:
             f"batch_sizes: expected some of {', '.join(map(str, BATCH_SIZES))}, got {list(batch_sizes)!r}"
         )
     return tuple(sorted(set(batch_sizes)))
+
+
+def _run_settings(devices: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of engines that run on this machine, which gets as many virtual CPUs if it has no GPUs."""
+    ensure_cpu_devices(devices)
+    return {"dtype": "float32", **settings} if jax.default_backend() == "cpu" else settings
+
+
+def _device(device: str | Device, link: str | Link | None) -> Device:
+    """Return a kind of device, with another link if one is given."""
+    kind = get_device(device)
+    return kind if link is None else dataclasses.replace(kind, link=get_link(link))
+
+
+def _none_valid(model: str | Path, devices: int, found: Candidates) -> ConfigError:
+    """Return the error where no mesh and layout is valid."""
+    reasons = "; ".join(dict.fromkeys(each.reason for each in found.excluded))
+    return ConfigError(f"no mesh and layout of {devices} devices is valid for {model}: {reasons}")
 
 
 def _context(config: EngineConfig, context: int | None, run: bool) -> int:

@@ -87,7 +87,7 @@ class Serving:
             on_end=self._on_end,
             request_id=request.request_id,
             deadline_s=deadline_s,
-            metrics="last",
+            metrics="last" if message.has_metrics else "none",
         )
         with self._lock:
             self._requests[message.number] = stream

@@ -7,12 +7,12 @@ from typing import Any
 
 from jaxserve.api.errors import DeadlineError, EngineDeadError, RequestError
 from jaxserve.api.field_checks import token_ids
-from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.parsers import MessageDelta
 from jaxserve.server.byte_budget import request_bytes
-from jaxserve.server.chat import CompletionParser, chat_request, check_variables
+from jaxserve.server.chat import ChatParser, chat_request, check_variables
 from jaxserve.server.frontend import Frontend, sampling_params
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL
 from jaxserve.server.grpc_api.open_streams import Context
@@ -82,8 +82,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         kind: RequestOutputKind,
         timeout_s: float | None,
         stream_interval: int = 1,
-    ) -> tuple[RequestEntry, CompletionParser | None]:
-        """Return the entry of a request, and the parser of a conversation's completions.
+    ) -> tuple[RequestEntry, ChatParser | None]:
+        """Return the entry of a request, and the parser of a conversation's completions if they need one.
 
         Args:
             message: The client's request.
@@ -160,12 +160,12 @@ class _ResponseWriter:
     """Writes the outputs of one request into messages.
 
     Args:
-        parser: Parses the completions of a conversation; None for other prompts.
+        parser: Parses the completions of a conversation; None for other prompts, and where all text is content.
         entry: Has counted the tokens of the outputs that are written.
         returns_prompt: Whether to return the prompt's token ids and text.
     """
 
-    def __init__(self, parser: CompletionParser | None, entry: RequestEntry, returns_prompt: bool):
+    def __init__(self, parser: ChatParser | None, entry: RequestEntry, returns_prompt: bool):
         self._parser = parser
         self._entry = entry
         self._returns_prompt = returns_prompt
@@ -182,9 +182,8 @@ class _ResponseWriter:
                 self._parser.begin(self._entry.request, output.prompt)
         for completion in output.outputs:
             written = completion_to_proto(completion)
-            if self._parser is not None:
-                is_end = completion.finish_reason is not None
-                delta = self._parser.feed(completion.index, completion.text, is_end=is_end)
+            if self._entry.request.chat is not None:
+                delta = self._delta(completion)
                 if delta:
                     written.message.CopyFrom(_delta_message(delta))
             response.completions.append(written)
@@ -192,6 +191,11 @@ class _ResponseWriter:
             response.usage.prompt_tokens = self._entry.num_prompt_tokens or 0
             response.usage.completion_tokens = self._entry.num_generated.total()
             response.usage.cached_tokens = self._entry.num_cached_tokens
+
+    def _delta(self, completion: CompletionOutput) -> MessageDelta:
+        if self._parser is None:
+            return MessageDelta(completion.text or None)
+        return self._parser.feed(completion.index, completion.text, is_end=completion.finish_reason is not None)
 
 
 def _delta_message(delta: MessageDelta) -> chat_pb2.ParsedMessage:

@@ -90,14 +90,17 @@ class _ChatCompletions(GenerationResponse):
         self.params, self.requests = request.params, (request,)
         self._role = call.frontend.config.response_role
         self._has_begun = False
-        self._echo = ""
-        last = fields["messages"][-1]
-        if fields.get("echo", False) and last["role"] == self._role:
-            content = last.get("content") or ""
-            self._echo = content if isinstance(content, str) else "\n".join(part_text(part) or "" for part in content)
+        self._echo = self._last_content(fields["messages"][-1]) if fields.get("echo", False) else ""
+
+    def _last_content(self, message: Mapping[str, Any]) -> str:
+        """Return the content of a message of the response's role, which the completion may continue; "" of another."""
+        content = message.get("content") if message["role"] == self._role else None
+        if isinstance(content, str | None):
+            return content or ""
+        return "\n".join(part_text(part) or "" for part in content)
 
     def choices(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
-        self._parser.begin(self.requests[0], output.prompt)
+        self._begin(output)
         if self.has_token_ids:
             self.more["prompt_token_ids"] = list(output.prompt_token_ids)
         if self.params.prompt_logprobs is not None:
@@ -105,17 +108,25 @@ class _ChatCompletions(GenerationResponse):
             self.more["prompt_logprobs"] = None if found is None else prompt_logprobs(found)
         return [self._choice(one) for one in output.outputs]
 
+    def _begin(self, output: RequestOutput) -> None:
+        if self._parser is not None:
+            self._parser.begin(self.requests[0], output.prompt)
+
     def _choice(self, one: CompletionOutput) -> dict[str, Any]:
+        parsed = ParsedMessage(one.text or None) if self._parser is None else self._parser.whole(one.index, one.text)
         choice: dict[str, Any] = {
             "index": one.index,
-            "message": self._message(self._parser.whole(one.index, one.text)),
+            "message": self._message(parsed),
             "logprobs": self._logprobs(one),
-            "finish_reason": self._parser.finish_reason(one.index, one.finish_reason or "stop"),
+            "finish_reason": self._finish_reason(one.index, one.finish_reason or "stop"),
             "stop_reason": one.stop_reason,
         }
         if self.has_token_ids:
             choice["token_ids"] = list(one.token_ids)
         return choice
+
+    def _finish_reason(self, index: int, reason: str) -> str:
+        return reason if self._parser is None else self._parser.finish_reason(index, reason)
 
     def _message(self, parsed: ParsedMessage) -> dict[str, Any]:
         content = parsed.content
@@ -150,7 +161,7 @@ class _ChatCompletions(GenerationResponse):
 
     def _first_chunks(self, output: RequestOutput) -> list[dict[str, Any]]:
         """Return the chunks before any text: the role of each choice, and its echo."""
-        self._parser.begin(self.requests[0], output.prompt)
+        self._begin(output)
         used = {"usage": usage_object(len(output.prompt_token_ids), 0)} if self.has_usage_always else {}
         ids = {"prompt_token_ids": list(output.prompt_token_ids)} if self.has_token_ids else {}
         found: list[dict[str, Any]] = []
@@ -163,16 +174,18 @@ class _ChatCompletions(GenerationResponse):
     def _delta_choice(self, one: CompletionOutput) -> dict[str, Any] | None:
         """Return the delta of a choice; None if there is nothing to send."""
         reason = one.finish_reason
-        delta = self._parser.feed(one.index, one.text, is_end=reason is not None)
-        logprobs = self._logprobs(one) if one.token_ids else None
+        delta: dict[str, Any] = {"content": one.text} if one.text else {}
+        if self._parser is not None:
+            delta = _delta_object(self._parser.feed(one.index, one.text, is_end=reason is not None))
+        logprobs = self._logprobs(one) if self._num_top_logprobs is not None and one.token_ids else None
         has_ids = self.has_token_ids and bool(one.token_ids)
         if not (delta or reason or has_ids or logprobs):
             return None
-        choice = {**_chunk_choice(one.index, _delta_object(delta)), "logprobs": logprobs}
+        choice = {**_chunk_choice(one.index, delta), "logprobs": logprobs}
         if has_ids:
             choice["token_ids"] = list(one.token_ids)
         if reason is not None:
-            choice["finish_reason"] = self._parser.finish_reason(one.index, reason)
+            choice["finish_reason"] = self._finish_reason(one.index, reason)
             choice["stop_reason"] = one.stop_reason
         return choice
 

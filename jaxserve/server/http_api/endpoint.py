@@ -99,6 +99,9 @@ class Endpoint:
         self._handler = handler
         self._scope = scope
         self._has_body = has_body
+        config = frontend.config
+        self._stall_s, self._body_s = config.stall_timeout or math.inf, config.body_timeout or math.inf
+        self._least_rate = config.min_transfer_rate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request."""
@@ -184,10 +187,8 @@ class Endpoint:
             latest_s: When its latest part arrived.
             num_bytes: Bytes so far.
         """
-        config = self._frontend.config
-        stall_s, body_s = config.stall_timeout or math.inf, config.body_timeout or math.inf
-        sending_s = num_bytes / config.min_transfer_rate if config.min_transfer_rate else math.inf
-        first_s = min(latest_s + stall_s, begin_s + stall_s + sending_s, begin_s + body_s)
+        sending_s = num_bytes / self._least_rate if self._least_rate else math.inf
+        first_s = min(latest_s + self._stall_s, begin_s + self._stall_s + sending_s, begin_s + self._body_s)
         return first_s if first_s < math.inf else None
 
     def _too_long(self, headers: Mapping[str, str]) -> HTTPException:

@@ -17,6 +17,7 @@ from jaxserve.api.errors import RequestError
 from jaxserve.api.field_checks import flag, text
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import MAX_PRIORITY, Request
+from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_options import SAMPLING_OPTIONS
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.server.errors import NotImplementedRequestError
@@ -100,13 +101,14 @@ def sampling_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         RequestError: A wrong response format.
     """
     values = {name: value for name, value in fields.items() if name in SAMPLING_FIELDS}
-    values["structured_outputs"] = _structured_outputs(fields)
+    if "structured_outputs" in fields or "response_format" in fields:
+        values["structured_outputs"] = _structured_outputs(fields)
     values["extra_args"] = fields.get("vllm_xargs")
     if fields.get("stream", False):
         values.pop("prompt_logprobs", None)  # it is 0, and streams do not show them
-        values["output_kind"] = "DELTA"
+        values["output_kind"] = RequestOutputKind.DELTA
     else:
-        values["output_kind"] = "FINAL_ONLY"
+        values["output_kind"] = RequestOutputKind.FINAL_ONLY
     return values
 
 
@@ -263,7 +265,7 @@ class GenerationResponse(abc.ABC):
         )
         self.has_token_ids = fields.get("return_token_ids", False)
         self.has_tokens_as_ids = fields.get("return_tokens_as_token_ids", config.return_tokens_as_token_ids)
-        self._headers = unused_fields_header(call.unused)
+        self._headers = unused_fields_header(call.unused) if call.unused else {}
         self.head = response_head(call.frontend, id_prefix, kind)
         self.more: dict[str, Any] = {}
         self._drafts: list[RequestSpecDecodeMetrics] = []

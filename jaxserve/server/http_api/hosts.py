@@ -4,6 +4,7 @@ A page of evil.example whose name is then resolved to 127.0.0.1 (DNS rebinding) 
 user's own machine. Its requests still name evil.example as their host.
 """
 
+import functools
 from collections.abc import Sequence
 
 from starlette.exceptions import HTTPException
@@ -13,6 +14,7 @@ from jaxserve.server.http_api.responses import error_response
 from jaxserve.server.settings import ServerConfig, is_loopback
 
 _LOOPBACK = "loopback"
+_MAX_HOSTS = 32  # whose answers are kept
 
 
 class HostCheck:
@@ -29,11 +31,12 @@ class HostCheck:
         if config.allowed_hosts is None:
             is_local = config.uds is None and is_loopback(config.host) and not config.has_keys
             self._allowed = [_LOOPBACK] if is_local else ["*"]
+        self._allows = functools.lru_cache(_MAX_HOSTS)(self._is_allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         host = dict(scope["headers"]).get(b"host", b"").decode("latin-1")
-        if not host or self._allows(_name_of(host)):  # only HTTP/1.0, which no browser speaks, has requests without one
+        if not host or self._allows(host):  # only HTTP/1.0, which no browser speaks, has requests without one
             await self._app(scope, receive, send)
             return
         message = f"the host {host[:100]!r} is not allowed: start the server with --allowed-hosts to allow it"
@@ -41,7 +44,8 @@ class HostCheck:
             message += " (without API keys, a server on a loopback address answers to loopback names alone)"
         await error_response(HTTPException(403, message))(scope, receive, send)
 
-    def _allows(self, name: str) -> bool:
+    def _is_allowed(self, host: str) -> bool:
+        name = _name_of(host)
         for allowed in self._allowed:
             if allowed == "*" or name == allowed or (allowed.startswith("*.") and name.endswith(allowed[1:])):
                 return True

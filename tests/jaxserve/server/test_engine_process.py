@@ -77,8 +77,8 @@ def switches(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(run: Run, switches: Path) -> Iterator[EngineClient]:
-    """The client of most tests; it takes templates of a second."""
-    settings = {"chat_template_timeout": 1.0}
+    """The client of most tests; it takes templates of a second, and asks for the times of requests, which logs show."""
+    settings = {"chat_template_timeout": 1.0, "enable_log_requests": True}
     with pytest.MonkeyPatch.context() as patch:
         inject(patch, switches)
         with running(run, {"scheduling_policy": "priority", "tool_call_parser": "auto"}, **settings) as made:
