@@ -65,7 +65,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # Calls without a client, such as httpx2.get, make a TLS context each, also for plain HTTP. Reading the certificate
 # authorities takes it 20 ms, and tests of servers make thousands of calls.
-httpx2._transports.default.create_ssl_context = functools.cache(httpx2.create_ssl_context)
+httpx2._transports.default.__dict__["create_ssl_context"] = functools.cache(httpx2.create_ssl_context)
 
 # No test is timed; a failure found in continuous integration must come back at the next run.
 hypothesis.settings.register_profile("jaxserve", deadline=None, derandomize="CI" in os.environ)
