@@ -7,6 +7,7 @@ benches for a GPU that need not be there, and ``scripts/gpu_check.py`` runs and 
 
 import functools
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -166,7 +167,7 @@ def compare_rows(
     for name, got, wanted, real in zip(outputs, *leaves, strict=True):
         if got.shape != wanted.shape:
             return Comparison(float("inf"), f"{name}: shape {got.shape} instead of {wanted.shape}", 0, 0)
-        error, size, is_finite = (np.asarray(part) for part in _row_norms(got, wanted))
+        error, size, is_finite = _norms(got, wanted)
         real = np.broadcast_to(np.asarray(real), error.shape)
         excess = np.where(real, error / (tolerance.share * np.maximum(size, tolerance.floor)), 0.0)
         excess = np.where(is_finite & ~np.isnan(excess), excess, np.inf)
@@ -177,19 +178,43 @@ def compare_rows(
     return Comparison(worst, place, num_rows, num_padding)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def in_pieces(rows: Float[Array | np.ndarray, "T F"], width: int) -> Float[Array, "T pieces width"]:
+def in_pieces(rows: Float[Array | np.ndarray, "T F"], width: int) -> Float[Array | np.ndarray, "T pieces width"]:
     """Cut rows into pieces, the last filled up with zeros: a wrong tile is not lost in the norm of a wide row."""
+    return _cut(np.asarray(rows), width, np) if _is_on_cpu() else _cut_on_device(rows, width)
+
+
+def _is_on_cpu() -> bool:
+    """Return whether NumPy compares arrays: XLA would compile a program for the shapes of each case."""
+    return jax.default_backend() == "cpu"
+
+
+def _cut(
+    rows: Float[Array | np.ndarray, "T F"], width: int, numpy: ModuleType
+) -> Float[Array | np.ndarray, "T pieces width"]:
+    """Cut rows into pieces with NumPy or ``jax.numpy``."""
     num_pieces = -(-rows.shape[1] // width)
-    padded = jnp.pad(rows, ((0, 0), (0, num_pieces * width - rows.shape[1])))
+    padded = numpy.pad(rows, ((0, 0), (0, num_pieces * width - rows.shape[1])))
     return padded.reshape(rows.shape[0], num_pieces, width)
 
 
-@jax.jit
+_cut_on_device = jax.jit(functools.partial(_cut, numpy=jnp), static_argnums=1)
+
+
 def _row_norms(
-    found: Float[Array | np.ndarray, "... F"], expected: Float[Array | np.ndarray, "... F"]
-) -> tuple[Float[Array, "..."], Float[Array, "..."], Bool[Array, "..."]]:
+    found: Float[Array | np.ndarray, "... F"], expected: Float[Array | np.ndarray, "... F"], numpy: ModuleType
+) -> tuple[Float[Array | np.ndarray, "..."], Float[Array | np.ndarray, "..."], Bool[Array | np.ndarray, "..."]]:
     """Return norms of each row's difference and of the row itself, and whether the row is finite."""
     found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
-    difference, size = (jnp.sqrt(jnp.square(x).sum(-1)) for x in (found - expected, expected))
-    return difference, size, jnp.isfinite(found).all(-1)
+    difference, size = (numpy.asarray(numpy.sqrt(numpy.square(x).sum(-1))) for x in (found - expected, expected))
+    return difference, size, numpy.asarray(numpy.isfinite(found).all(-1))
+
+
+_row_norms_on_device = jax.jit(functools.partial(_row_norms, numpy=jnp))
+
+
+def _norms(found: Array | np.ndarray, expected: Array | np.ndarray) -> list[np.ndarray]:
+    """Return what ``_row_norms`` does, in memory of the host."""
+    if not _is_on_cpu():
+        return [np.asarray(part) for part in _row_norms_on_device(found, expected)]
+    with np.errstate(all="ignore"):
+        return [np.asarray(part) for part in _row_norms(np.asarray(found), np.asarray(expected), np)]

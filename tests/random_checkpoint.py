@@ -1,7 +1,9 @@
 """Checkpoints of random tensors, in the names and shapes that a model's layers declare."""
 
+import functools
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +65,21 @@ SHARING: dict[str, Any] = {
 
 def write_checkpoint(directory: Path, config: dict[str, Any], seed: int) -> None:
     """Writes ``config.json`` and the tensors; the same for a seed."""
-    (directory / "config.json").write_text(json.dumps(config))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    recipes = abstract_model(read_model_config(directory), Scope(), lambda axes: device).recipes
-    shapes = dict(source for recipe in recipes.values() for source in recipe.sources)
+    text = json.dumps(config)
+    (directory / "config.json").write_text(text)
     generator = np.random.default_rng(seed)
-    tensors = {name: generator.normal(0.0, 0.5, shape).astype(np.float32) for name, shape in sorted(shapes.items())}
+    tensors = {name: generator.normal(0.0, 0.5, shape).astype(np.float32) for name, shape in _shapes(text)}
     save_file(tensors, directory / "model.safetensors")
+
+
+@functools.cache
+def _shapes(config: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors of a ``config.json``, sorted."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(config)
+        recipes = abstract_model(read_model_config(Path(folder)), Scope(), lambda axes: device).recipes
+    return sorted(dict(source for recipe in recipes.values() for source in recipe.sources).items())
 
 
 def write_checkpoint_with_tokenizer(directory: Path, config: dict[str, Any], seed: int) -> None:

@@ -27,7 +27,79 @@ class SlowCases(NamedTuple):
     covered_by: str
 
 
+KERNELS_IN_GATE = {
+    "argmax-native": ".*",
+    "argmax-xla": "one|odd|wide_and_odd|ties|broken",
+    "delta_net-native": "one_token|decode|ragged|long|tiny_heads|wide_keys|six_values_per_key|three_taps|only_padding"
+    "|key_decays|key_decays_odd_heads",
+    "delta_net-xla": "one_token|decode|ragged|long|six_values_per_key|two_taps|only_padding|key_decays",
+    "delta_net-pallas-interpret": "decode|ragged|tiny_heads|six_values_per_key|only_padding|key_decays",
+    "grouped_matmul-native": "tile_borders|many_experts|gated_rows_behind|odd_widths",
+    "grouped_matmul-xla": "tile_borders|gated_rows_behind|no_rows",
+    "int4_matmul-xla": "symmetric_group_32|odd_splits|single",
+    "latent_attention-native": "edges|mixed|odd_heads|bfloat16_tiles",
+    "latent_attention-xla": "mixed|odd_widths|one_by_one",
+    "linear-native": "norm_odd|rows_1|rows_5_bf16|gated_odd_bf16|parts_bf16|residual|bias_bf16|gelu_new|scale|relu|tiny"
+    "|many_rows",
+    "linear-xla": "norm_odd|gated_odd_bf16|parts_bf16|residual",
+    "mamba2-native": "one_token|decode|ragged|long|tiny_heads|production|without_bias|before_the_gate|not_gated"
+    "|two_taps|only_padding",
+    "mamba2-xla": "decode|ragged|long|without_bias|before_the_gate|not_gated|only_padding",
+    "mamba2-pallas-interpret": "decode|ragged|tiny_heads|before_the_gate|not_gated|only_padding",
+    "paged_attention-native": "mixed|edges|soft_cap_and_window|sinks_window|bfloat16_mixed|head_of_80",
+    "paged_attention-xla": "mixed|window_of_tiles|sinks_window|bfloat16_mixed",
+    "paged_attention-pallas-interpret": "mixed|edges|soft_cap_and_window",
+    "quantized_grouped_matmul-native": "[a-z0-9_]+_empty_experts|(w8a8|q4_k_int8|mxfp4)_gated|awq_many_rows|one_row"
+    "|no_rows|one_expert|many_experts",
+    "quantized_grouped_matmul-xla": "(w8a8|awq|q4_k_int8|fp8_block)_empty_experts|(int8_channel|q8_0|q4_k|mxfp4)_gated"
+    "|no_rows|many_experts",
+    "quantized_linear-native": "[a-z0-9_]+_rows_5|(w8a8|awq|q4_k_int8|mxfp4|fp8_block|nf4)_row|w8a8_rows_(2|17|100)"
+    "|q4_k_int8_rows_33|[a-z0-9_]+_(wide|gated|gated_row|odd_out|odd_in|residual|scale|padded|many_rows|order"
+    "|order_filled|order_gated)|cut_group|(int8_channel|awq|nf4|q6_k|fp8_block)_rows_5_bf16|awq_row_bf16",
+    "quantized_linear-xla": "[a-z0-9_]+_rows_5|w8a8_(gated|padded|order)|awq_(gated|scale|order_filled)|q8_0_residual"
+    "|awq_rows_5_bf16",
+    "qkv_write-native": "poisoned_float32|padded|partial_rotation_alone|group_of_seven",
+    "qkv_write-xla": "poisoned_float32|group_of_seven",
+    "qkv_write-pallas-interpret": "poisoned_float32|padded|no_rotation",
+    "short_convolution-native": "one_token|decode|ragged|ragged_bf16|with_bias|wide|four_taps|only_padding",
+    "short_convolution-xla": "decode|ragged|odd|two_taps|shorter_than_taps|only_padding",
+    "truncation-native": "flat|heavy_ties|masked",
+    "truncation-xla": "one_allowed|odd",
+    "truncation-pallas-interpret": "heavy_ties|peaked",
+}
+"""Cases of ``test_matches_reference`` in the gate, by operation and implementation: regular expressions of names.
+The others have the same features apart, or are for GPUs."""
+LOWERED_IN_GATE = (
+    "int4_matmul-triton-(llama_8b_gate_up_256|qwen_14b_down_2)|grouped_matmul-triton-(qwen3_30b_a3b_gate_up_2"
+    "|mixtral_8x7b_down_8192)|truncation-triton-(qwen_top_p_2|llama_top_k_top_p_256)|qkv_write-triton-(llama_8b_2"
+    "|qwen3_14b_8192)|paged_attention-(triton|mosaic|jax-triton)-(decode_1x1k_page_16|decode_64x8k_page_64"
+    "|prefill_2k_after_8k_page_64|sinks_decode_8x8k_page_64)|latent_attention-mosaic-(v3_decode_1x8k"
+    "|v3_tp8_prefill_512_after_2k)|delta_net-triton-(qwen3.5_0.8b_decode_1|kimi_linear_48b_prefill_512)"
+    "|mamba2-triton-(nemotron_8b_decode_32|granite_350m_prefill_512)"
+)
+"""Cases of ``test_lowers_for_an_h200`` that the gate runs: of each kernel a small step and a large one."""
+
+
+def kernel_cases() -> list[SlowCases]:
+    """Return the slow cases of the comparison of kernels with their references."""
+    file, rows = "pallas_kernels/test_kernels.py", "|".join(KERNELS_IN_GATE)
+    covered_by = (
+        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py"
+    )
+    found = [
+        SlowCases(file, "test_matches_reference", rf"{row}-(?!({cases})\]).*", covered_by)
+        for row, cases in KERNELS_IN_GATE.items()
+        if cases != ".*"
+    ]
+    others = SlowCases(file, "test_matches_reference", f"(?!({rows})-).*", "gpu_check.py on a GPU; test_mosaic.py")
+    compiled_too = (
+        "a small step and a large one of each kernel; scripts/compile_check.sh; whole steps in test_stages.py"
+    )
+    return [*found, others, SlowCases(file, "test_lowers_for_an_h200", rf"(?!({LOWERED_IN_GATE})\]).*", compiled_too)]
+
+
 SLOW_CASES = (
+    *kernel_cases(),
     SlowCases(
         "jaxserve/test_families.py",
         "test_greedy_tokens_equal_those_of_transformers",
@@ -52,14 +124,6 @@ SLOW_CASES = (
         "test_experts",
         "awq-settings1",
         "the same experts on one device",
-    ),
-    SlowCases(
-        "pallas_kernels/test_kernels.py",
-        "test_matches_reference",
-        "(mamba2|delta_net)-(native|xla|pallas-interpret)-(odd_heads|shorter_than_taps|ragged_bf16|without_norm|limits)"
-        "|delta_net-(native|xla|pallas-interpret)-key_decays_(bf16|tiny_heads|wide)"
-        "|delta_net-(xla|pallas-interpret)-key_decays_(decode|odd_heads)",
-        "the other cases of these kernels; test_broken_recurrent_kernels.py",
     ),
     SlowCases(
         "faults/test_lives.py",
@@ -232,18 +296,6 @@ SLOW_CASES = (
         "bfloat16; float32 in the cases of test_kernels.py",
     ),
     SlowCases(
-        "pallas_kernels/test_kernels.py",
-        "test_lowers_for_an_h200",
-        "[a-z0-9_]+-xla-.*",
-        "the same JAX code in test_matches_reference; whole steps with XLA's kernels lower for CUDA in test_stages.py",
-    ),
-    SlowCases(
-        "pallas_kernels/test_kernels.py",
-        "test_matches_reference",
-        "paged_attention-pallas-interpret-(bfloat16_.*|group_of_.*|head_of_.*|sinks_.*|window_one|soft_cap_.*)",
-        "the other cases of the kernel; the same cases on XLA and native kernels; test_jax_triton.py",
-    ),
-    SlowCases(
         "pallas_kernels/test_attention_parts.py",
         "test_parts_combined_are_the_attention",
         "[a-z_]+-native-(many_rows|mixed|window|sinks|bfloat16_mixed|one_by_one_window)",
@@ -284,64 +336,6 @@ SLOW_CASES = (
         "test_parts_have_the_collectives_of_the_whole_program",
         ".*-prefill",
         "decode steps of the same layouts, and prefill steps of a stage",
-    ),
-    SlowCases(
-        "pallas_kernels/test_kernels.py",
-        "test_matches_reference",
-        "paged_attention-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:mixed|edges|window_of_tile"
-        "s|soft_cap_and_window|sinks_window|multi_query|group_of_eight|head_of_80|bfloat16_mixed|large_page|one_t"
-        "oken|one_by_one|prefill)$).*",
-        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
-    ),
-    SlowCases(
-        "pallas_kernels/test_kernels.py",
-        "test_matches_reference",
-        "linear-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:padded|norm_odd|rows_1|rows_5_bf16|"
-        "rows_13|rows_33_bf16|gated_odd_bf16|parts_bf16|residual|bias_bf16|odd_in_bf16|odd_out|silu_bf16|gelu_new"
-        "|two_outs_bf16|wide_bf16|tiny|many_rows|scale|relu)$).*",
-        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
-    ),
-    SlowCases(
-        "pallas_kernels/test_kernels.py",
-        "test_matches_reference",
-        "qkv_write-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:poisoned_float32|padded|three_to"
-        "kens|partial_rotation_alone|group_of_seven|tiny_head|no_rotation)$).*",
-        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
-    ),
-    SlowCases(
-        "pallas_kernels/test_kernels.py",
-        "test_matches_reference",
-        "int4_matmul-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:rows_3|symmetric_group_32|rows"
-        "_33|odd_splits|group_is_all|single|half)$).*",
-        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
-    ),
-    SlowCases(
-        "pallas_kernels/test_kernels.py",
-        "test_matches_reference",
-        "truncation-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:flat|one_allowed|heavy_ties|odd"
-        "|masked|peaked)$).*",
-        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
-    ),
-    SlowCases(
-        "pallas_kernels/test_kernels.py",
-        "test_matches_reference",
-        "latent_attention-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:chunk_inside_a_page|bfloa"
-        "t16_tiles|odd_heads|odd_widths|edges|mixed|one_by_one)$).*",
-        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
-    ),
-    SlowCases(
-        "pallas_kernels/test_kernels.py",
-        "test_matches_reference",
-        "grouped_matmul-(?:[a-z]+|pallas-interpret|mosaic-interpret|jax-triton)-(?!(?:tile_borders|many_experts|n"
-        "o_rows|gated_rows_behind|odd_widths|one_takes_all)$).*",
-        "cases with the same features together, in each implementation; broken kernels in test_broken_kernels.py",
-    ),
-    SlowCases(
-        "pallas_kernels/test_kernels.py",
-        "test_lowers_for_an_h200",
-        "(paged_attention|truncation)-(triton|mosaic)-(?!decode_(1x1k|64x8k)|prefill_2k_after_8k|sinks|llama_top_k_top_p_2"
-        "56|qwen_top_p_2).*",
-        "a decode, a prefill and the sizes that differ; scripts/compile_check.sh",
     ),
     SlowCases(
         "test_examples.py",
@@ -784,6 +778,421 @@ SLOW_CASES = (
         "|gemma4-31b)-tp2|hy-v3-tp2-experts2-gather",
         "the same families' modules against transformers; the layers that they are made of in other rows on two"
         " devices, such as glm4, glm4-moe, exaone4 and gemma4-e2b",
+    ),
+    SlowCases(
+        "faults/test_leaving.py",
+        "test_a_client_that_leaves_gives_its_pages_back",
+        "(http unary|grpc stream)-prefill|(http stream|grpc unary)-decode|(http unary|grpc unary)-last",
+        "each phase on two surfaces, and each surface in a phase; every phase in test_engine_process.py",
+    ),
+    SlowCases(
+        "faults/test_leaving.py",
+        "test_a_client_that_leaves_the_queue_leaves_it_within_a_step",
+        "http unary|grpc stream",
+        "the other two surfaces",
+    ),
+    SlowCases(
+        "faults/test_death.py",
+        "test_an_engine_that_is_killed_while_it_starts_is_no_wrong_setting",
+        "restart",
+        "the same without a restart",
+    ),
+    SlowCases(
+        "faults/test_drain.py",
+        "test_a_drain_by_the_admin_service",
+        "",
+        "a drain by it before a SIGTERM, here; test_grpc_services.py",
+    ),
+    SlowCases(
+        "test_examples.py",
+        "test_command",
+        ".*(--tensor-parallel-size 2|--compile-sizes .*|--prompts .*)",
+        "a prompt on one device here; test_cli.py and test_llm.py",
+    ),
+    SlowCases(
+        "test_examples.py",
+        "test_load_generator",
+        "",
+        "its options in test_bench_serve.py; real servers in tests/faults",
+    ),
+    SlowCases(
+        "jaxserve/test_models.py",
+        "test_a_module_on_its_own_gives_the_logits_of_transformers",
+        "llama-(linear|dynamic|yarn|llama3)|qwen2-windows|gpt-neox-serial",
+        "test_rope_oracle.py; mistral's windows, and other rows of the same family here",
+    ),
+    SlowCases(
+        "sharding/test_layouts.py",
+        "test_devices_share_tokens_however_the_rest_is_split",
+        "dense-2-1-.*|sparse-2-4-.*-gather|switch-2-4-.*-all_to_all",
+        "the other layouts of the same models",
+    ),
+    SlowCases(
+        "jaxserve/test_standard_streams.py",
+        "test_output_that_cannot_be_written",
+        ".*-(--help|serve --help|plan --help|generate --prompt Hi (--json|--prompt Ho) --quiet"
+        "|show demo|compare demo --devices 2|bench latency --num-iters 1 --json)",
+        "a command of each kind of output, on each kind of stream",
+    ),
+    SlowCases(
+        "jaxserve/test_weight_recipes.py",
+        "test_projections_equal_a_construction_by_device|test_biases_follow_the_rows_of_their_weights",
+        "(1-(1|4|8)|2-(2|4|8)|4-4)(-.*)?",
+        "one device with 2 heads of keys, two with one, and four with 1, 2 and 8",
+    ),
+    SlowCases(
+        "jaxserve/test_gguf_models.py",
+        "test_names_values_and_configuration_of_each_family",
+        "(?!(llama|gpt-oss|gemma2)-).*-True",
+        "each family with a head of its own, and three with the embedding as the head",
+    ),
+    SlowCases(
+        "pallas_kernels/test_native.py",
+        "test_wide_heads",
+        "320-float32|512-bfloat16",
+        "the other type of each width",
+    ),
+    SlowCases(
+        "pallas_kernels/test_native.py",
+        "test_a_token_has_the_same_bits_in_a_chunk_and_alone",
+        r".*(window|soft_cap).*-float32|\{\}-bfloat16",
+        "each setting in one type",
+    ),
+    SlowCases(
+        "pallas_kernels/test_native.py",
+        "test_shared_pages_read_once_give_the_same_bits",
+        "2-bfloat16|3-float32",
+        "the other type of each number of rows",
+    ),
+    SlowCases(
+        "pallas_kernels/test_native.py",
+        "test_a_token_is_written_alike_alone_and_in_a_chunk",
+        ".*(64.*-bfloat16|(80|512).*-float32)",
+        "each size in one type",
+    ),
+    SlowCases(
+        "pallas_kernels/test_native.py",
+        "test_a_row_is_multiplied_alike_in_any_company|test_a_row_is_multiplied_alike_among_any_rows_of_any_experts",
+        "sizes0-float32|sizes1-bfloat16|800-100-False-float32|37-9-True-bfloat16",
+        "each size in one type",
+    ),
+    SlowCases(
+        "pallas_kernels/test_native.py",
+        "test_packed_weights_come_back_bit_for_bit",
+        r"\((1, 1|31, 1|2, 3|7, 129)\)-float32|\((32, 32|33, 37|100, 64|90, 64)\)-bfloat16",
+        "each shape in one type",
+    ),
+    SlowCases(
+        "pallas_kernels/test_native.py",
+        "test_soft_caps_of_any_size",
+        r"0\.5|1000\.0",
+        "30 and 100,000",
+    ),
+    SlowCases(
+        "pallas_kernels/test_quantized_native.py",
+        "test_matches_the_reference_in_odd_forms",
+        "groups_of_6|float_zeros|int6_zeros|zero_of_uint8",
+        "the other odd forms, with the same parts",
+    ),
+    SlowCases(
+        "pallas_kernels/test_quantized_native.py",
+        "test_a_row_is_multiplied_alike_in_any_company|test_a_row_is_multiplied_alike_among_any_rows_of_any_experts",
+        "int8_channel|fp8_block|awq-True",
+        "w8a8, awq, awq_bf16 and q4_k_int8",
+    ),
+    SlowCases(
+        "pallas_kernels/test_paged_attention.py",
+        "test_one_by_one_it_is_the_same",
+        "xla-(edges|head_of_80)|pallas-interpret-(window|chunk_inside_a_page)",
+        "each case on the other implementation",
+    ),
+    SlowCases(
+        "pallas_kernels/test_paged_attention.py",
+        "test_pages_that_all_rows_begin_with_are_read_as_well_together",
+        "xla-(1|7|15)|pallas-interpret-(0|1|8)",
+        "0 and 8 with XLA, 7 and 15 with Pallas",
+    ),
+    SlowCases(
+        "pallas_kernels/test_paged_attention.py",
+        "test_what_is_no_number_stays_with_its_text",
+        "xla-rows(0-8|1-None)|pallas-interpret-rows(0-None|1-8)",
+        "each pair of rows and tile on the other implementation",
+    ),
+    SlowCases(
+        "pallas_kernels/test_paged_attention.py",
+        "test_splits_of_contexts_shorter_than_they_are",
+        "1|4",
+        "3 and 16 splits",
+    ),
+    SlowCases(
+        "pallas_kernels/test_paged_attention.py",
+        "test_blocks_have_every_token_once",
+        "1-(mixed_full|chunk_inside_a_page|many_rows|prefill)|64-(mixed|mixed_full|chunk_inside_a_page|many_rows)",
+        "blocks of 8 tokens; blocks of 1 and 64 in a case each",
+    ),
+    SlowCases(
+        "pallas_kernels/test_truncation_kernel.py",
+        "test_ties_at_the_boundary_are_all_kept",
+        "1-(xla|pallas-interpret)|2-(xla|native)",
+        "one and two ties on the other implementations; 4,000 on all",
+    ),
+    SlowCases(
+        "pallas_kernels/test_truncation_kernel.py",
+        "test_rows_with_nothing_to_choose_from_do_no_harm",
+        "-inf-(native|pallas-interpret)|nan-xla|inf-(xla|native)",
+        "each value on one implementation, NaN on two",
+    ),
+    SlowCases(
+        "pallas_kernels/test_truncation_kernel.py",
+        "test_the_kernel_keeps_what_xla_keeps",
+        "4095",
+        "4097",
+    ),
+    SlowCases(
+        "pallas_kernels/test_recurrent_kernels.py",
+        "test_results_do_not_depend_on_chunks_or_the_batch|test_a_snapshot_is_the_state_of_a_shorter_prompt",
+        "(delta_net|mamba2)-xla",
+        "short_convolution-xla; native kernels; test_kernels.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_recurrent_kernels.py",
+        "test_rows_outside_of_the_arrays_are_errors",
+        "(lens1|starts|pages|snapshot_pages.*)-key_decays|(lens0|starts|snapshot_pages.*)-mamba2",
+        "the same kernel with one decay per head; each error on two operations",
+    ),
+    SlowCases(
+        "pallas_kernels/test_jax_triton.py",
+        "test_interpreted_kernel_matches_reference",
+        ".*-(rows_3|symmetric_group_32|no_rows|many_experts|odd_widths|gated_single)",
+        "rows_33 and odd_splits; tile_borders and gated_rows_behind",
+    ),
+    SlowCases(
+        "pallas_kernels/test_attention_parts.py",
+        "test_parts_combined_are_the_attention",
+        "paged_attention-native-window_one|latent_attention-native-bfloat16",
+        "the other cases; both in test_kernels.py",
+    ),
+    SlowCases(
+        "pallas_kernels/test_qkv_write.py",
+        "test_rounds_where_the_layers_round",
+        "(three_tokens|partial_rotation)-xla|(head_of_80|float32)-pallas-interpret",
+        "each case on the other implementation",
+    ),
+    SlowCases(
+        "pallas_kernels/test_broken_kernels.py",
+        "test_broken_quantized_weights_are_noticed",
+        "(swapped_nibbles|scale_of_the_next_group|factor_of_the_next_block)-None|(scale_of_the_next_output|zero_point_off_by_one)-group",
+        "each fault with one kind of activations",
+    ),
+    SlowCases(
+        "jaxserve/test_sampler.py",
+        "test_tokens_are_distributed_as_their_probabilities",
+        r"0\.5-.*-positions|2\.5-.*-seeds|1\.0-0-0\.8-0\.0-positions|1\.0-0-1\.0-0\.05-seeds|1\.5-.*-positions",
+        "each setting over seeds or positions, the plain one over both",
+    ),
+    SlowCases(
+        "jaxserve/test_sampler.py",
+        "test_logprobs_are_those_of_float64",
+        "7-20|20-(3|700)|700-20",
+        "the other pairs",
+    ),
+    SlowCases(
+        "jaxserve/test_sampler.py",
+        "test_what_is_reported",
+        "raw_logprobs-True|processed_logprobs-False|raw_logits-False|processed_logits-True",
+        "each mode, chosen at run time or not",
+    ),
+    SlowCases(
+        "jaxserve/test_sampler.py",
+        "test_rows_with_nan_are_told_and_leave_others_alone",
+        "one--1-(greedy|full)|one-1-sampled|all-1-(greedy|full)|all--1-sampled|forbidden--1-full",
+        "the other sign of each",
+    ),
+    SlowCases(
+        "jaxserve/test_steps.py",
+        "test_a_decode_step_communicates_what_its_layout_states",
+        "2-(True-.*|False-split)|4-(False-.*|True-one program)",
+        "2-False-one program and 4-True-split",
+    ),
+    SlowCases(
+        "jaxserve/test_steps.py",
+        "test_the_state_is_updated_in_place",
+        "2-False-split|4-True-one program",
+        "the other four",
+    ),
+    SlowCases(
+        "jaxserve/test_steps.py",
+        "test_sampling_communicates_what_its_layout_states|test_steps_with_experts_communicate_what_their_layout_states",
+        "(greedy|full)-tensor_parallel|1-expert_(all_reduce|gather)",
+        "sampled-tensor_parallel and split logits; two devices of each part of the experts",
+    ),
+    SlowCases(
+        "jaxserve/test_gguf_models.py",
+        "test_tokens_are_those_of_the_decoded_weights",
+        "llama, tied, small blocks-one device",
+        "qwen2, mixtral and GPT-OSS; blocks of every type in quantized/test_gguf_blocks.py",
+    ),
+    SlowCases(
+        "jaxserve/test_stored_weights.py",
+        "test_stored_weights_compute_what_decoded_ones_do",
+        "compressed-tensors 3 bits with zeros",
+        "int8, fp8 blocks and gptq act-order; records of this format in quantized/test_records.py",
+    ),
+    SlowCases(
+        "jaxserve/test_stored_weights.py",
+        "test_float_weights_are_quantized_while_they_are_loaded|test_weights_move_bit_for_bit|test_answers_do_not_depend_on_the_batch",
+        "int4_group|gptq 4 bits|file's",
+        "int8_w8a8, and int4_group in test_what_is_written_quantized_is_what_loading_makes; gptq act-order; int8",
+    ),
+    SlowCases(
+        "jaxserve/reshard/test_reshard.py",
+        "test_weights_keep_their_bits|test_pages_keep_their_bits",
+        "bfloat16 and fewer heads than devices|heads-xla|latents-None",
+        "latents and experts; heads-None and latents-xla",
+    ),
+    SlowCases(
+        "jaxserve/test_determinism.py",
+        "test_any_schedule_gives_the_same_bits|test_native_kernels_give_the_same_bits_without_tiles",
+        "width_norms_behind_split|llama_split",
+        "latents_native_split, bfloat16_tied and experts_alone_split",
+    ),
+    SlowCases(
+        "jaxserve/lab/test_lab_plan.py",
+        "test_parts_have_the_collectives_of_the_whole_program",
+        "config[247]-.*",
+        "the same layouts of other models",
+    ),
+    SlowCases(
+        "jaxserve/lab/test_calibration.py",
+        "test_predictions_follow_from_the_calibration",
+        "experts tensor=4 tensor_parallel",
+        "dense data=4",
+    ),
+    SlowCases(
+        "jaxserve/lab/test_real_plans.py",
+        "test_supported_models_are_planned|test_published_sizes_are_planned",
+        "gemma-2b-it|Ministral 3 3B|Granite 4.0 Micro 3B",
+        "other real models; these models' tensors in test_weight_recipes.py and their layers in test_families.py",
+    ),
+    SlowCases(
+        "jaxserve/test_stages.py",
+        "test_requests_of_every_kind_are_as_on_one_device|test_one_request_alone_is_as_on_one_device",
+        "two-1|two with tensor.*",
+        "two-0 and two; stages of two devices in test_reshard.py and test_meshes.py",
+    ),
+    SlowCases(
+        "jaxserve/test_stages.py",
+        "test_stages_lower_for_gpus|test_what_a_draft_head_reads_goes_from_stage_to_stage",
+        "sequence_parallel|split_logits",
+        "tensor_parallel and context_parallel",
+    ),
+    SlowCases(
+        "jaxserve/test_request_mix.py",
+        "test_requests_together_are_as_each_alone|test_requests_that_are_preempted_are_as_each_alone|test_accuracy_holds_at_every_concurrency",
+        "default-[12]|deterministic-[02]|overlapping-default|8",
+        "one seed of each engine; the deterministic engine; 1 and 64 at a time",
+    ),
+    SlowCases(
+        "jaxserve/test_engine_stories.py",
+        "test_preempted_requests_have_the_same_tokens",
+        "False",
+        "True",
+    ),
+    SlowCases(
+        "jaxserve/test_split_logits.py",
+        "test_tokens_are_those_of_whole_rows|test_logprobs_of_every_mode",
+        "2-5001-(distinct-(greedy|sampled)|ties-(greedy|full)|flat-sampled)|600-raw_logits",
+        "each variant and each spread; processed logits and logprobs",
+    ),
+    SlowCases(
+        "jaxserve/test_draft_rows.py",
+        "test_drafts_change_no_token",
+        "mixed-[12]-cpu",
+        "wrong-2-cpu and mixed-1-gpu",
+    ),
+    SlowCases(
+        "jaxserve/test_draft_rows.py",
+        "test_a_token_stays_while_the_drafts_before_it_are_what_was_sampled",
+        "3|8|1[368]",
+        "the other seeds",
+    ),
+    SlowCases(
+        "jaxserve/test_sequence_parallel.py",
+        "test_steps_communicate_what_the_layout_states",
+        "dense-True|sparse-True",
+        "dense-False and latents-True",
+    ),
+    SlowCases(
+        "jaxserve/test_embed.py",
+        "test_an_aborted_request_leaves_nothing_behind",
+        "[135]",
+        "0, 2 and 4 steps",
+    ),
+    SlowCases(
+        "jaxserve/test_lanes.py",
+        "test_(?!aborts|requests_of_every).*",
+        "gather",
+        "the deterministic layout, with the same scheduler; gather in test_aborts_on_one_lane_leave_the_others_alone",
+    ),
+    SlowCases(
+        "jaxserve/test_layers.py",
+        "test_vocabulary_split|test_row_parallel_adds_its_bias_once|test_float32_products_are_not_rounded",
+        "24-[14]|21-2|False-[14]|True-2|8",
+        "the other numbers of devices",
+    ),
+    SlowCases(
+        "jaxserve/test_layers.py",
+        "test_a_kernel_that_writes_from_the_projection_changes_nothing",
+        "bias-8-native|norm_of_width-None-native|no_rotation-8-native",
+        "each case with or without tiles",
+    ),
+    SlowCases(
+        "sharding/test_layouts.py",
+        "test_layouts_that_are_not_in_the_registry|test_lanes_whose_devices_share_the_tokens_of_pages",
+        "sparse-axes9-gathered|sparse-axes15-split|latents-axes17-split|gather",
+        "the same axes on other models; all_to_all",
+    ),
+    SlowCases(
+        "jaxserve/structured_output/test_grammars.py",
+        "test_texts_of_random_schemas_validate|test_texts_of_random_patterns_match",
+        "40|80|120|160",
+        "the other seeds",
+    ),
+    SlowCases(
+        "jaxserve/structured_output/test_grammars.py",
+        "test_forced_text_uses_the_tokens_a_prompt_would",
+        "deepseek-r1|llama2-model-only|mistral-v1",
+        "qwen, llama2, mistral-v7, phi3 and gpt2",
+    ),
+    SlowCases(
+        "jaxserve/test_detokenizer.py",
+        "test_deltas_are_the_decode_of_real_tokenizers|test_stop_strings_of_real_tokenizers",
+        "baichuan-7b|granite-3.1|llama2-model-only|mistral-v[12]|pythia",
+        "tokenizers of the same kinds",
+    ),
+    SlowCases(
+        "jaxserve/test_tool_parsers.py",
+        "test_cut_anywhere|test_any_grouping_gives_the_same",
+        ".*[13579]",
+        "the even numbers of each parser; all of them in test_answers",
+    ),
+    SlowCases(
+        "jaxserve/test_quantized_checkpoints.py",
+        "test_each_kind_of_model_loads_quantized_weights",
+        "qwen2, tied-nf4 double|phi-3-gptq act-order|qwen3-moe-fp8 blocks, ragged",
+        "each model with two formats, and each format with two models",
+    ),
+    SlowCases(
+        "jaxserve/test_draft_steps.py",
+        "test_random_events_change_no_token_and_no_page",
+        "[13]-[12]",
+        "the other seeds",
+    ),
+    SlowCases(
+        "jaxserve/test_interrupts.py",
+        "test_a_signal_in_a_step_ends_its_call_alone",
+        "(schedule|launch|collect)-(chat|encode|stream)|(complete|wait|_deliver)-(generate|embed|beam_search)",
+        "each place in three calls, and each call in three places",
     ),
 )
 

@@ -3,7 +3,8 @@
 import json
 import re
 
-from tests.slow_cases import SLOW_CASES, SlowCases, pattern_of, unmatched
+from pallas_kernels.registry import OPERATIONS
+from tests.slow_cases import KERNELS_IN_GATE, SLOW_CASES, SlowCases, kernel_cases, pattern_of, unmatched
 from tests.suite import FAST_LIMIT_S, FILE_COSTS, NUM_QUARTERS, quarter_of, read_costs, risen
 
 
@@ -39,6 +40,25 @@ def test_an_entry_that_matches_nothing_is_found() -> None:
     case = SlowCases("a/test_b.py", "test_c", "d(-e)?", "f")
     assert re.fullmatch(pattern_of(case), "tests/a/test_b.py::test_c[d-e]")
     assert not re.fullmatch(pattern_of(case), "tests/a/test_b.py::test_c[d-f]")
+
+
+def test_the_gate_compares_each_kernel_of_this_machine_with_its_reference() -> None:
+    """What is kept is not slow, and what is not kept is."""
+    for_cpus = {f"{name}-{row}" for name, rows in OPERATIONS.items() for row in rows if row in ("native", "xla")}
+    assert for_cpus <= KERNELS_IN_GATE.keys() and OPERATIONS.keys() == {
+        row.partition("-")[0] for row in KERNELS_IN_GATE
+    }
+    names = [
+        f"tests/pallas_kernels/test_kernels.py::test_matches_reference[{row}-" for row in ("linear-xla", "mamba2-xla")
+    ]
+    patterns = [pattern_of(cases) for cases in kernel_cases()]
+    slow = {
+        name + case
+        for name in names
+        for case in ("residual]", "ragged]", "no_such]")
+        if any(re.fullmatch(pattern, name + case) for pattern in patterns)
+    }
+    assert slow == {f"{names[0]}ragged]", f"{names[0]}no_such]", f"{names[1]}residual]", f"{names[1]}no_such]"}
 
 
 def test_the_table_of_costs_has_cheap_and_dear_files() -> None:

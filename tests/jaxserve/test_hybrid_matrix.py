@@ -15,7 +15,7 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.api.request import parse_prompt
 from tests.hooks import pages_of_one_request
 from tests.jaxserve import test_models as models
-from tests.jaxserve.test_hybrids import ROWS, checkpoint, chosen_logprobs, settings_of
+from tests.jaxserve.test_hybrids import ROWS, checkpoint, chosen_logprobs, saved, settings_of
 from tests.jaxserve.test_lanes import finish, schedulers, tokens, value
 from tests.jaxserve.test_models import NUM_NEW, Checkpoint
 
@@ -26,7 +26,7 @@ CHUNKS = (1, 7, 64, 0)
 """Most tokens of a prompt in one step; 0 for all."""
 MOVES = {"tp1": "tensor=2", "tp2": "stage=2", "pp2": "data=2", "dp2": "tensor=2", "experts2": "tensor=2,expert=2"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, logprobs=0)
-__all__ = ["checkpoint"]
+__all__ = ["checkpoint", "saved"]
 
 
 def cases() -> list[Any]:

@@ -1,5 +1,6 @@
 """Families with recurrent layers against transformers: on every layout, in chunks of several sizes, and preempted."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -163,8 +164,8 @@ def make_hf(row: Row) -> Any:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    """Makes a row's checkpoint, once."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """Makes a row's checkpoint, once, without the tokens, which take transformers longest."""
     torch.set_num_threads(1)
 
     @functools.cache
@@ -172,8 +173,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
         row, directory = ROWS[name], tmp_path_factory.mktemp(name)
         model = make_hf(row)
         models.save(model, row, directory)
-        asked = models.prompts(model.config.get_text_config().vocab_size)
-        return Checkpoint(directory, model, asked, [models.greedy(row, model, prompt) for prompt in asked])
+        return Checkpoint(directory, model, models.prompts(model.config.get_text_config().vocab_size), [])
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def checkpoint(saved: Callable[[str], Checkpoint]) -> Callable[[str], Checkpoint]:
+    """Makes a row's checkpoint with transformers' greedy tokens, once."""
+
+    @functools.cache
+    def make(name: str) -> Checkpoint:
+        made = saved(name)
+        expected = [models.greedy(ROWS[name], made.model, prompt) for prompt in made.prompts]
+        return dataclasses.replace(made, expected=expected)
 
     return make
 
@@ -216,10 +229,8 @@ def test_greedy_tokens_equal_those_of_transformers(
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if row.fast else [pytest.mark.slow]) for name, row in ROWS.items()]
 )
-def test_a_module_on_its_own_gives_the_logits_of_transformers(
-    name: str, checkpoint: Callable[[str], Checkpoint]
-) -> None:
-    made = checkpoint(name)
+def test_a_module_on_its_own_gives_the_logits_of_transformers(name: str, saved: Callable[[str], Checkpoint]) -> None:
+    made = saved(name)
     model = load_model(made.directory, dtype="float32")
     longest = max(made.prompts, key=len)
     tokens = np.array([longest, longest[::-1]])
@@ -359,9 +370,9 @@ def test_samples_of_one_prompt_start_from_its_state(checkpoint: Callable[[str], 
     ],
 )
 def test_settings_that_recurrent_layers_cannot_have(
-    settings: dict[str, Any], message: str, checkpoint: Callable[[str], Checkpoint]
+    settings: dict[str, Any], message: str, saved: Callable[[str], Checkpoint]
 ) -> None:
-    directory = str(checkpoint("qwen3-5").directory)
+    directory = str(saved("qwen3-5").directory)
     with pytest.raises((ConfigError, MemoryPlanError), match=message):
         LLM(directory, **settings_of("tp1", **settings))
 

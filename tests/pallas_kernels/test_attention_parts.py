@@ -12,6 +12,7 @@ from pallas_kernels import latent_attention, paged_attention
 from pallas_kernels.attention_parts import Part, PartAttention, combine_parts, unsupported_parts
 from pallas_kernels.paged_attention import AttentionBatch, Case, case_sinks, context_places
 from pallas_kernels.registry import OPERATIONS, load
+from tests.compiled import compiled
 
 OPS = {"paged_attention": paged_attention, "latent_attention": latent_attention}
 ABLE = [(op, name) for op in OPS for name in OPERATIONS[op] if isinstance(load(op, name), PartAttention)]
@@ -70,7 +71,7 @@ def check(operation: str, name: str, case: Case, num_devices: int, inputs: Any) 
         pytest.skip(reason)
     parts = [attend_part(operation, name, case, num_devices, inputs, jnp.int32(i)) for i in range(num_devices)]
     found = combine_parts(parts, case_sinks(case)).astype(case.dtype)
-    comparison = op.compare(case, inputs, found, op.expected(case, inputs))
+    comparison = op.compare(case, inputs, found, compiled(op.expected, case)(inputs))
     assert comparison.is_right, comparison
 
 
@@ -80,7 +81,7 @@ def test_parts_combined_are_the_attention(operation: str, name: str, case: str) 
     shape = CASES[operation][case]
     num_devices = 3 if case == "mixed" else 4
     shape = shape._replace(page_size=16 * num_devices)
-    check(operation, name, shape, num_devices, OPS[operation].make_inputs(shape, jax.random.key(8)))
+    check(operation, name, shape, num_devices, compiled(OPS[operation].make_inputs, shape)(jax.random.key(8)))
 
 
 @pytest.mark.parametrize(("operation", "name"), ABLE)
@@ -89,7 +90,7 @@ def test_a_prefix_that_rows_share_is_read_once_for_all(operation: str, name: str
     case = Case(rows=tuple((800 + 5 * i, 1) for i in range(12)), page_size=32, spare_rows=4, num_kv_heads=1)
     if operation == "latent_attention":
         case = case._replace(**LATENTS)
-    inputs: Any = OPS[operation].make_inputs(case, jax.random.key(3))
+    inputs: Any = compiled(OPS[operation].make_inputs, case)(jax.random.key(3))
     shared = 20 * case.page_size
     fields = ("latents",) if operation == "latent_attention" else ("keys", "values")
     dense = {name: getattr(inputs, name) for name in fields}
@@ -105,7 +106,7 @@ def test_native_kernels_refuse_a_part_of_no_device(operation: str, part: Part) -
     case = CASES[operation]["edges"]
     if load(operation, "native").unsupported("cpu", "cpu", "float32") is not None:
         pytest.skip("needs native kernels")
-    inputs = OPS[operation].make_inputs(case, jax.random.key(1))
+    inputs = compiled(OPS[operation].make_inputs, case)(jax.random.key(1))
     with pytest.raises(jax.errors.JaxRuntimeError, match="jaxserve_attend.*: shapes or dtypes do not go together"):
         jax.block_until_ready(attend_part(operation, "native", case, part.num_devices, inputs, part.device))
 

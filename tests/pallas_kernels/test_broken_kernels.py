@@ -46,6 +46,7 @@ from pallas_kernels.qkv_write_triton import TritonQkvWriter
 from pallas_kernels.quantized import Form, parts_of, records_of
 from pallas_kernels.quantized_linear import AWQ, Q4_K, Q8_0
 from pallas_kernels.truncation_triton import TritonTruncation
+from tests.compiled import compiled
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 KEY = jax.random.key(0)
@@ -70,9 +71,9 @@ def together(*faults: Fault) -> Fault:
 def problem(name: str, row: str, case: Any) -> tuple[Any, Any, Any]:
     """Return a case's inputs, what the implementation is given, and the reference's result."""
     op, implementation = registry.operation(name), registry.load(name, row)
-    inputs = op.make_inputs(case, KEY)
-    prepared = jax.jit(functools.partial(op.prepare, implementation, case))(inputs)
-    return inputs, prepared, op.expected(case, inputs)
+    inputs = compiled(op.make_inputs, case)(KEY)
+    prepared = compiled(op.prepare, implementation, case)(inputs)
+    return inputs, prepared, compiled(op.expected, case)(inputs)
 
 
 def compared(name: str, row: str, case: Any) -> Comparison:
@@ -638,14 +639,14 @@ def test_tile_dropped_from_a_long_context_is_noticed(context):
     the largest value of all rows: a tolerance of 2 % of that value, as there was once, notices the first only.
     """
     case = AttentionCase(((context, 1), (1, 1)), num_heads=8, head_dim=128, dtype="bfloat16", spare_rows=0)
-    inputs = paged_attention.make_inputs(case, KEY)
-    expected = paged_attention.expected(case, inputs)
+    inputs = compiled(paged_attention.make_inputs, case)(KEY)
+    expected = compiled(paged_attention.expected, case)(inputs)
     right = expected.astype(case.dtype)
     assert paged_attention.compare(case, inputs, right, expected).is_right
     # The short row sees its first token only, which thus has to stay; the tile after it goes.
     keys, values = (jnp.delete(dense, np.arange(1, 65), axis=1) for dense in (inputs.keys, inputs.values))
     batch = inputs.batch._replace(context_lens=inputs.batch.context_lens - jnp.array([64, 0]))
-    broken = paged_attention.expected(case, paged_attention.Inputs(inputs.query, keys, values, batch))
+    broken = compiled(paged_attention.expected, case)(paged_attention.Inputs(inputs.query, keys, values, batch))
     broken = broken.astype(case.dtype)
     comparison = paged_attention.compare(case, inputs, broken, expected)
     assert not comparison.is_right and comparison.place.startswith("attention[0,"), comparison
@@ -690,8 +691,8 @@ QUANTIZED_FAULTS = {
 )
 def test_a_broken_order_of_features_is_noticed():
     case = quantized_linear.CASES["awq_order_filled"]
-    inputs = quantized_linear.make_inputs(case, KEY)
-    expected = quantized_linear.expected(case, inputs)
+    inputs = compiled(quantized_linear.make_inputs, case)(KEY)
+    expected = compiled(quantized_linear.expected, case)(inputs)
     prepared = quantized_linear.prepare(quantized_linear_native, case, inputs)
     assert inputs.order is not None
     for order, is_right in ((inputs.order, True), (jnp.roll(inputs.order, 1), False), (inputs.order % 230, False)):
@@ -707,8 +708,8 @@ def test_a_broken_order_of_features_is_noticed():
 def test_broken_quantized_weights_are_noticed(fault, activations):
     form, change = QUANTIZED_FAULTS[fault]
     case = quantized_linear.Case(3, form._replace(activations=activations), num_in=512, num_out=64)
-    inputs = quantized_linear.make_inputs(case, KEY)
-    expected = quantized_linear.expected(case, inputs)
+    inputs = compiled(quantized_linear.make_inputs, case)(KEY)
+    expected = compiled(quantized_linear.expected, case)(inputs)
     found = {}
     for name, records in {"right": inputs.weight, "broken": change(np.asarray(inputs.weight), form)}.items():
         packed = jnp.asarray(quantized_linear_native.pack(np.asarray(records), case.form))

@@ -69,8 +69,8 @@ def test_one_wrong_column_of_a_wide_row_is_seen(name):
     """Of 8192 columns one is zeroed: 1.1 % of the row, but 9 % of its piece."""
     op = operation(name)
     case = op.DEVICE_CASES["wide_rows_2" if name == "int4_matmul" else "wide_9"]
-    inputs = op.make_inputs(case, jax.random.key(3))
-    expected = op.expected(case, inputs)
+    inputs = compiled(op.make_inputs, case)(jax.random.key(3))
+    expected = compiled(op.expected, case)(inputs)
     assert op.compare(case, inputs, expected.astype(case.dtype), expected).is_right
     column = int(jnp.argmax(jnp.abs(expected[0])))
     found = op.compare(case, inputs, expected.at[0, column].set(0), expected)

@@ -19,6 +19,7 @@ from pallas_kernels.mosaic_support import interpreter, missing_jax
 from pallas_kernels.operation import compare_rows, prepared_shapes
 from pallas_kernels.paged_attention import token_contexts
 from pallas_kernels.paged_attention_cases import Case
+from tests.compiled import compiled
 
 needs_mosaic = pytest.mark.skipif(missing_jax() is not None, reason=str(missing_jax()))
 SMALL = Case((), num_kv_heads=1, head_dim=192, value_dim=128, dtype="bfloat16", spare_rows=1)
@@ -44,9 +45,9 @@ def races():
 
 def problem(case: Case):
     """Return a case's operands, with unused pages full of NaN, and the expected result."""
-    inputs = latent_attention.make_inputs(case, jax.random.key(case.rows[0][0]))
+    inputs = compiled(latent_attention.make_inputs, case)(jax.random.key(case.rows[0][0]))
     prepared = latent_attention.prepare(INTERPRET, case, inputs)
-    return prepared, np.array(latent_attention.expected(case, inputs), np.float32)
+    return prepared, np.array(compiled(latent_attention.expected, case)(inputs), np.float32)
 
 
 def assert_right(case: Case, found, expected) -> None:

@@ -18,6 +18,7 @@ from pallas_kernels.operation import compare_rows, prepared_shapes
 from pallas_kernels.paged_attention_cases import Case
 from pallas_kernels.paged_attention_mosaic import INTERPRET, MOSAIC
 from pallas_kernels.prefill_attention_mosaic import prefill_attention
+from tests.compiled import compiled
 
 needs_mosaic = pytest.mark.skipif(missing_jax() is not None, reason=str(missing_jax()))
 SMALL = {"dtype": "bfloat16", "spare_rows": 1}
@@ -60,9 +61,9 @@ def races():
 
 def problem(case: Case):
     """Return a case's operands, with unused pages full of NaN, and the expected result."""
-    inputs = paged_attention.make_inputs(case, jax.random.key(case.rows[0][0]))
+    inputs = compiled(paged_attention.make_inputs, case)(jax.random.key(case.rows[0][0]))
     prepared = jax.jit(functools.partial(paged_attention.prepare, INTERPRET, case))(inputs)
-    return prepared, np.array(paged_attention.expected(case, inputs), np.float32)
+    return prepared, np.array(compiled(paged_attention.expected, case)(inputs), np.float32)
 
 
 def assert_right(case: Case, found, expected) -> None:

@@ -71,7 +71,7 @@ def test_long_contexts_are_right_and_do_not_depend_on_threads(threads, dtype, se
         threads(count)
         assert native_library.num_threads() == count
         found[count] = attend(case, prepared)
-    expected = paged_attention.expected(case, inputs)
+    expected = compiled(paged_attention.expected, case)(inputs)
     assert paged_attention.compare(case, inputs, jnp.asarray(found[1]), expected).is_right
     for other in (2, 5):
         np.testing.assert_array_equal(found[other], found[1])
@@ -84,7 +84,7 @@ def test_wide_heads(dtype, head_dim):
     """A decode step, and a chunk of a prompt that has more query rows than a tile holds."""
     case = Case(((300, 1), (150, 70)), num_heads=16, num_kv_heads=2, head_dim=head_dim, page_size=64, dtype=dtype)
     inputs, prepared = problem(case)
-    expected = paged_attention.expected(case, inputs)
+    expected = compiled(paged_attention.expected, case)(inputs)
     assert paged_attention.compare(case, inputs, jnp.asarray(attend(case, prepared)), expected).is_right
 
 
@@ -197,7 +197,7 @@ def test_writes_what_xla_writes(dtype):
 
 def consecutive(case: qkv_write.Case, start: int) -> qkv_write.Inputs:
     """A prompt's chunk, prepared for the native kernel: its tokens follow each other from a place in the pages on."""
-    inputs = qkv_write.make_inputs(case, jax.random.key(3))
+    inputs = compiled(qkv_write.make_inputs, case)(jax.random.key(3))
     places = start + np.arange(case.num_tokens)
     pages = jnp.where(places - start < inputs.batch.query_lens[0], 1 + places // case.page_size, 0)
     offsets = jnp.asarray(places % case.page_size, jnp.int32)
@@ -271,12 +271,13 @@ def test_values_of_a_chunk_that_are_not_finite_move_to_their_keys(dtype):
 def test_a_row_is_multiplied_alike_in_any_company(threads, dtype, sizes):
     """Register tiles of 1 to 6 rows, several groups of tiles, and any number of threads."""
     num_in, num_out = sizes
-    x = jax.random.normal(jax.random.key(0), (700, num_in))
+    x = np.asarray(jax.random.normal(jax.random.key(0), (700, num_in)))
     weight = jax.random.normal(jax.random.key(1), (num_out, num_in)).astype(dtype)
     packed = jnp.asarray(linear_native.pack(np.asarray(weight)))
 
     def multiply(x, **settings):
-        return np.asarray(linear_native.matmul(x, packed, num_out, fused=linear.Fused(), **settings))
+        rows = jnp.asarray(x)  # of NumPy's array, whose parts need no program
+        return np.asarray(linear_native.matmul(rows, packed, num_out, fused=linear.Fused(), **settings))
 
     whole = multiply(x)
     for rows in (*range(1, 18), 31, 32, 33, 48, 64, 512):
@@ -387,7 +388,7 @@ def test_soft_caps_of_any_size(cap):
     case = CASES["soft_cap"]._replace(soft_cap=cap)
     inputs, prepared = problem(case)
     found = jnp.asarray(attend(case, prepared))
-    assert paged_attention.compare(case, inputs, found, paged_attention.expected(case, inputs)).is_right
+    assert paged_attention.compare(case, inputs, found, compiled(paged_attention.expected, case)(inputs)).is_right
 
 
 @needs_native

@@ -49,7 +49,7 @@ def assert_near(found: np.ndarray, expected, tolerance: float = 2e-5) -> None:
 
 def expected_of(case: Case, inputs: op.Inputs) -> np.ndarray:
     """The reference's answer for the tokens that rows own."""
-    return np.asarray(op.expected(case, inputs))[: sum(length for _, length in case.rows)]
+    return np.asarray(compiled(op.expected, case)(inputs))[: sum(length for _, length in case.rows)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,16 +63,16 @@ def test_is_what_the_engine_calls(name):
 @pytest.mark.parametrize("case_name", ["edges", "window", "head_of_80", "chunk_inside_a_page"])
 def test_one_by_one_it_is_the_same(module, case_name):
     case = CASES[case_name]._replace(row_tile=8)
-    inputs = op.make_inputs(case, jax.random.key(2))
-    assert_near(answer(module, case, op.prepare(module, case, inputs)), expected_of(case, inputs))
+    inputs = compiled(op.make_inputs, case)(jax.random.key(2))
+    assert_near(answer(module, case, compiled(op.prepare, module, case)(inputs)), expected_of(case, inputs))
 
 
 @pytest.mark.parametrize("case_name", ["edges", "longer_decode"])
 def test_decode_rows_in_a_step_for_chunks(module, case_name):
     """As many tokens as in a mixed step, and the program of one, but no chunk in it."""
     case = CASES[case_name]
-    inputs = op.make_inputs(case, jax.random.key(3))
-    query, pools, batch = op.prepare(module, case, inputs)
+    inputs = compiled(op.make_inputs, case)(jax.random.key(3))
+    query, pools, batch = compiled(op.prepare, module, case)(inputs)
     query = jnp.pad(query, ((0, 5), (0, 0), (0, 0)))
     settings = {"scale": case.head_dim**-0.5, "window": None, "soft_cap": None, "decode_only": False}
     sizes = {"page_size": case.page_size, "num_kv_heads": case.num_kv_heads}
@@ -83,8 +83,8 @@ def test_decode_rows_in_a_step_for_chunks(module, case_name):
 
 def test_writes_a_steps_tokens_where_they_belong(module):
     case = CASES["mixed"]
-    inputs = op.make_inputs(case, jax.random.key(4))
-    query, pools, batch = op.prepare(module, case, inputs)
+    inputs = compiled(op.make_inputs, case)(jax.random.key(4))
+    query, pools, batch = compiled(op.prepare, module, case)(inputs)
     tokens = np.zeros((2, case.num_tokens, case.num_kv_heads, case.head_dim), np.float32)
     for row, (context, length) in enumerate(case.rows):
         first = int(batch.query_starts[row])
@@ -101,14 +101,14 @@ def test_writes_a_steps_tokens_where_they_belong(module):
 def test_pages_that_all_rows_begin_with_are_read_as_well_together(module, num_shared):
     """Twelve rows, so that they are many; with 16 tokens a page a tile has eight pages."""
     case = Case(rows=tuple((250 + 5 * i, 1) for i in range(12)), spare_rows=4)
-    inputs = op.make_inputs(case, jax.random.key(3))
+    inputs = compiled(op.make_inputs, case)(jax.random.key(3))
     together = num_shared * case.page_size
     keys, values = (dense.at[:, :together].set(dense[:1, :together]) for dense in (inputs.keys, inputs.values))
     table = inputs.batch.page_table
     table = table.at[:12, :num_shared].set(table[0, :num_shared])
     batch = inputs.batch._replace(page_table=table, num_shared_pages=jnp.int32(num_shared))
     inputs = op.Inputs(inputs.query, keys, values, batch)
-    assert_near(answer(module, case, op.prepare(module, case, inputs)), expected_of(case, inputs))
+    assert_near(answer(module, case, compiled(op.prepare, module, case)(inputs)), expected_of(case, inputs))
 
 
 def test_copies_pages(module):
@@ -134,7 +134,7 @@ def test_copies_pages(module):
 def test_what_is_no_number_stays_with_its_text(module, row_tile, rows):
     """Left behind in a page that has a new owner it changes nothing; in a text's own past it is not lost."""
     case = Case(rows=rows, row_tile=row_tile, spare_rows=0, spare_tokens=0)
-    query, clean, batch = op.prepare(module, case, op.make_inputs(case, jax.random.key(1)))
+    query, clean, batch = compiled(op.prepare, module, case)(compiled(op.make_inputs, case)(jax.random.key(1)))
     page, bad = int(batch.page_table[0, 1]), jnp.full((1, case.num_kv_heads, case.head_dim), jnp.nan)
 
     def attended(offset):
@@ -150,8 +150,8 @@ def test_what_is_no_number_stays_with_its_text(module, row_tile, rows):
 def test_one_by_one_has_the_same_bits_in_every_step(module):
     """A token alone in a decode step, among other rows, and inside a chunk, with tables of several widths."""
     chunk = Case(rows=((150, 20),), row_tile=8, spare_rows=0, spare_tokens=4)
-    inputs = op.make_inputs(chunk, jax.random.key(5))
-    query, pools, batch = op.prepare(module, chunk, inputs)
+    inputs = compiled(op.make_inputs, chunk)(jax.random.key(5))
+    query, pools, batch = compiled(op.prepare, module, chunk)(inputs)
     in_chunk = answer(module, chunk, op.Prepared(query, pools, batch))
     for place, num_rows, extra_pages in ((19, 8, 0), (0, 8, 5), (7, 24, 3)):
         case = Case(rows=tuple([(1, 1)] * num_rows), row_tile=8, spare_rows=0)
@@ -175,14 +175,14 @@ def test_one_by_one_has_the_same_bits_in_every_step(module):
 def test_splits_of_contexts_shorter_than_they_are(num_splits):
     """More splits than tiles and than pages, a context of no tokens, and rows of the table in another order."""
     case = CASES["edges"]
-    inputs = op.make_inputs(case, jax.random.key(6))
-    query, pools, batch = op.prepare(INTERPRET, case, inputs)
+    inputs = compiled(op.make_inputs, case)(jax.random.key(6))
+    query, pools, batch = compiled(op.prepare, INTERPRET, case)(inputs)
     order = jnp.asarray([7, 0, 9, 3, 3], jnp.int32)
     attend = functools.partial(
         decode_attention, scale=case.head_dim**-0.5, window=None, soft_cap=None, num_splits=num_splits, interpret=True
     )
     found = jax.jit(attend)(query[order], *pools, batch.page_table, order, batch.context_lens[order])
-    expected = np.asarray(op.expected(case, inputs))[np.asarray(order)]
+    expected = np.asarray(compiled(op.expected, case)(inputs))[np.asarray(order)]
     assert_near(np.asarray(found), expected)
     np.testing.assert_array_equal(found[2], 0)  # an empty row
 

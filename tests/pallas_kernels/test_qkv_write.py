@@ -12,6 +12,7 @@ from pallas_kernels import native_library, qkv_write, qkv_write_native, qkv_writ
 from pallas_kernels.operation import prepared_shapes
 from pallas_kernels.qkv_write import Case, Inputs, QkNorms
 from pallas_kernels.registry import OPERATIONS, UnsupportedKernelError, load, select
+from tests.compiled import compiled
 
 CPU_ROWS = ["xla", "pallas-interpret"]
 EPS = 1e-6
@@ -19,8 +20,7 @@ EPS = 1e-6
 
 def written(row: str, case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries and pools of an implementation, in their own type."""
-    run = functools.partial(qkv_write.run, load("qkv_write", row), case)
-    query, keys, values = jax.jit(run)(inputs)
+    query, keys, values = compiled(qkv_write.run, load("qkv_write", row), case)(inputs)
     return np.asarray(query), np.asarray(keys), np.asarray(values)
 
 
@@ -59,7 +59,7 @@ def steps_apart(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 def test_rounds_where_the_layers_round(row: str, name: str) -> None:
     """A sum's order and a fused multiplication may move a number to the next of its type, in few places."""
     case = qkv_write.CASES[name]
-    inputs = qkv_write.make_inputs(case, jax.random.key(1))
+    inputs = compiled(qkv_write.make_inputs, case)(jax.random.key(1))
     query, keys, values = written(row, case, inputs)
     pages, offsets = np.asarray(inputs.batch.token_pages), np.asarray(inputs.batch.token_offsets)
     wanted_query, wanted_key, wanted_value = rounded_heads(case, inputs)
@@ -77,7 +77,7 @@ def test_rounds_where_the_layers_round(row: str, name: str) -> None:
 def test_pages_of_others_keep_their_bytes(row: str) -> None:
     """Only the places of this step's tokens change, and without norm and rotation they are what was projected."""
     case = qkv_write.CASES["plain"]
-    inputs = qkv_write.make_inputs(case, jax.random.key(2))
+    inputs = compiled(qkv_write.make_inputs, case)(jax.random.key(2))
     _, keys, values = written(row, case, inputs)
     key, value = rounded_heads(case, inputs)[1:]
     pages, offsets = np.asarray(inputs.batch.token_pages), np.asarray(inputs.batch.token_offsets)
@@ -90,7 +90,7 @@ def test_pages_of_others_keep_their_bytes(row: str) -> None:
 @pytest.mark.parametrize("row", CPU_ROWS)
 def test_values_that_are_not_finite_move_to_their_keys(row: str) -> None:
     case = Case(4, head_dim=16, rotary_dim=0, dtype="float32")
-    inputs = qkv_write.make_inputs(case, jax.random.key(3))
+    inputs = compiled(qkv_write.make_inputs, case)(jax.random.key(3))
     first_key, first_value = 4 * 16, 6 * 16
     bad = [np.nan, np.inf, -np.inf]
     qkv = inputs.qkv.at[np.arange(3), first_value + 5].set(jnp.asarray(bad)).at[3, first_key + 20].set(jnp.nan)
@@ -108,7 +108,7 @@ def test_values_that_are_not_finite_move_to_their_keys(row: str) -> None:
 def test_keys_take_the_type_of_their_pages(row: str) -> None:
     """A value that only the pages' type cannot hold is not finite there."""
     case = Case(2, head_dim=16, rotary_dim=0, dtype="float32")
-    inputs = qkv_write.make_inputs(case, jax.random.key(4))
+    inputs = compiled(qkv_write.make_inputs, case)(jax.random.key(4))
     pools = jax.tree.map(lambda pool: pool.astype(jnp.float16), inputs.pools)
     qkv = inputs.qkv.at[0, 6 * 16].set(1e6)
     _, keys, values = written(row, case, inputs._replace(pools=pools, qkv=qkv))
@@ -119,7 +119,7 @@ def test_keys_take_the_type_of_their_pages(row: str) -> None:
 
 def test_a_token_knows_nothing_of_the_others() -> None:
     case = qkv_write.CASES["group_of_seven"]
-    inputs = qkv_write.make_inputs(case, jax.random.key(5))
+    inputs = compiled(qkv_write.make_inputs, case)(jax.random.key(5))
     query, keys, _ = written("pallas-interpret", case, inputs)
     for token in range(case.num_tokens):
         one = slice(token, token + 1)
@@ -156,7 +156,7 @@ def test_pools_that_are_given_up_are_not_copied(row: str) -> None:
 
 def test_a_pool_of_another_layout_is_an_error() -> None:
     case = qkv_write.CASES["one_token"]
-    inputs = qkv_write.make_inputs(case, jax.random.key(0))
+    inputs = compiled(qkv_write.make_inputs, case)(jax.random.key(0))
     for row in (*CPU_ROWS, "native"):
         implementation = load("qkv_write", row)
         with pytest.raises(AssertionError, match="2, (16, 128|128, 16)"):

@@ -15,6 +15,7 @@ import pytest
 from pallas_kernels import linear, native_library, quantized_grouped_matmul_native, quantized_linear_native
 from pallas_kernels import quantized_linear as op
 from pallas_kernels.quantized import Form, decode, random_records
+from tests.compiled import compiled
 
 REPOSITORY = Path(__file__).parents[2]
 needs_native = pytest.mark.skipif(
@@ -54,7 +55,7 @@ def threads():
 
 
 def random_weight(form: Form, outer: int, inner: int) -> np.ndarray:
-    return np.array(random_records(form, outer, inner, jax.random.key(5)))
+    return np.array(compiled(random_records, form, outer, inner)(jax.random.key(5)))
 
 
 @needs_native
@@ -62,8 +63,9 @@ def random_weight(form: Form, outer: int, inner: int) -> np.ndarray:
 def test_records_come_back_bit_for_bit(name):
     """Plain and gated, with panels that outputs do not fill; rows are what records decode to."""
     form, inner = FORMS[name]
+    weight = random_weight(form, 70, inner)
     for outer, is_gated in ((1, False), (70, False), (64, True), (70, True)):
-        records = random_weight(form, outer, inner)
+        records = weight[:outer].copy()
         packed = quantized_linear_native.pack(records, form, is_gated)
         assert packed.shape == quantized_linear_native.packed_shape(outer, inner, form, is_gated)
         assert quantized_linear_native.unpack(packed, outer, inner, form, is_gated).tobytes() == records.tobytes()
@@ -94,9 +96,10 @@ def test_matches_the_reference_in_odd_forms(name):
     form, inner = ODD_FORMS[name]
     for num_rows in (1, 3, 20):
         case = op.Case(num_rows, form, inner, 45)
-        inputs = op.make_inputs(case, jax.random.key(num_rows))
-        found = op.run(quantized_linear_native, case, op.prepare(quantized_linear_native, case, inputs))
-        comparison = op.compare(case, inputs, found, op.expected(case, inputs))
+        inputs = compiled(op.make_inputs, case)(jax.random.key(num_rows))
+        prepared = compiled(op.prepare, quantized_linear_native, case)(inputs)
+        found = compiled(op.run, quantized_linear_native, case)(prepared)
+        comparison = op.compare(case, inputs, found, compiled(op.expected, case)(inputs))
         assert comparison.is_right, comparison
 
 
@@ -108,11 +111,12 @@ def test_a_row_is_multiplied_alike_in_any_company(threads, name):
     """One kernel for few rows, blocks of several sizes, tiles, parts of the features, and any number of threads."""
     form, inner = FORMS[name]
     inner = 8 * inner if name in ("w8a8", "int4_channel", "awq_int8", "int8_channel_bf16") else inner
-    x = jax.random.normal(jax.random.key(0), (100, inner))
+    x = np.asarray(jax.random.normal(jax.random.key(0), (100, inner)))
     packed = jnp.asarray(quantized_linear_native.pack(random_weight(form, 200, inner), form))
 
     def multiply(x, **settings):
-        return np.asarray(quantized_linear_native.matmul(x, packed, 200, form, fused=linear.Fused(), **settings))
+        rows = jnp.asarray(x)  # of NumPy's array, whose parts need no program
+        return np.asarray(quantized_linear_native.matmul(rows, packed, 200, form, fused=linear.Fused(), **settings))
 
     whole = multiply(x)
     for rows in (1, 2, 3, 4, 5, 12, 13, 16, 17, 33):
