@@ -1,6 +1,7 @@
 """A group over two hosts, which are network namespaces, and over a slow link."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ from tests.slow_relay import slow_relay
 pytestmark = pytest.mark.slow
 FLAGS = ("--tensor-parallel-size", "2", "--allowed-hosts", "*", *ENGINE)
 NETWORK = "10.213.77"
+_COUNT = itertools.count(1)
 PORT = 29500
 DELAY_S = 0.05
 LAST_WORDS_S = 90.0
@@ -46,9 +48,9 @@ class Host:
     """A network namespace with one address, a hosts file, and a name of its own in the processes that it runs."""
 
     def __init__(self, number: int, bridge: str):
-        self.name = f"jsh{os.getpid()}-{number}"
+        place = f"{os.getpid()}-{next(_COUNT)}"  # never one of before, whose link may still be going away
+        self.name, self.outer, inner = f"jsh{place}", f"jso{place}", "eth0"
         self.address = f"{NETWORK}.{number}"
-        self.outer, inner = f"jso{os.getpid()}-{number}", "eth0"
         ip("netns", "add", self.name)
         ip("link", "add", self.outer, "type", "veth", "peer", "name", inner, "netns", self.name)
         ip("link", "set", self.outer, "master", bridge, "up")
