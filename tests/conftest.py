@@ -5,6 +5,7 @@ Environment variables are set before JAX is imported, since its CPU backend read
 
 import functools
 import gc
+import importlib.util
 import logging
 import os
 from collections.abc import Iterator
@@ -39,9 +40,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import httpx2  # noqa: E402  (after the environment that JAX reads)
-import httpx2._transports.default  # noqa: E402
-import hypothesis  # noqa: E402
+import hypothesis  # noqa: E402  (after the environment that JAX reads)
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
@@ -64,8 +63,10 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # Calls without a client, such as httpx2.get, make a TLS context each, also for plain HTTP. Reading the certificate
-# authorities takes it 20 ms, and tests of servers make thousands of calls.
-httpx2._transports.default.__dict__["create_ssl_context"] = functools.cache(httpx2.create_ssl_context)
+# authorities takes it 20 ms, and tests of servers make thousands of calls. That of Mosaic has no client.
+if importlib.util.find_spec("httpx2"):
+    transports: Any = importlib.import_module("httpx2._transports.default")
+    transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 
 # No test is timed; a failure found in continuous integration must come back at the next run.
 hypothesis.settings.register_profile("jaxserve", deadline=None, derandomize="CI" in os.environ)
