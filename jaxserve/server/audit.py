@@ -59,6 +59,7 @@ def audit_file(path: str | None) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
+        logger.propagate = True
         handler.lines.close()
         os.close(descriptor)
 
