@@ -3,16 +3,14 @@
 Their layouts are one device, two and four, two replicas, two stages, and experts on two.
 """
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import transformers
 
 from tests.jaxserve import test_models as models
-from tests.jaxserve.test_models import DEEPSEEK, GEMMA3_LAYERS, GRANITE, LONGROPE, QWEN_MOE, Checkpoint, Row, rope
+from tests.jaxserve.row_checkpoints import Maker, saved_checkpoints, with_greedy_tokens
+from tests.jaxserve.test_models import DEEPSEEK, GEMMA3_LAYERS, GRANITE, LONGROPE, QWEN_MOE, Row, rope
 
 torch = pytest.importorskip("torch")
 
@@ -342,31 +340,15 @@ def make_hf(row: Row) -> Any:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    """Makes a row's checkpoint, once, without the tokens, which take transformers longest."""
-    torch.set_num_threads(1)
-
-    @functools.cache
-    def make(name: str) -> Checkpoint:
-        row, directory = ROWS[name], tmp_path_factory.mktemp(name)
-        model = make_hf(row)
-        models.save(model, row, directory)
-        return Checkpoint(directory, model, models.prompts(model.config.get_text_config().vocab_size), [])
-
-    return make
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Maker:
+    """Makes a row's checkpoint, once, without tokens."""
+    return saved_checkpoints(ROWS, make_hf, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(saved: Callable[[str], Checkpoint]) -> Callable[[str], Checkpoint]:
+def checkpoint(saved: Maker) -> Maker:
     """Makes a row's checkpoint with transformers' greedy tokens, once."""
-
-    @functools.cache
-    def make(name: str) -> Checkpoint:
-        made = saved(name)
-        expected = [models.greedy(ROWS[name], made.model, prompt) for prompt in made.prompts]
-        return dataclasses.replace(made, expected=expected)
-
-    return make
+    return with_greedy_tokens(ROWS, saved)
 
 
 def slow(name: str, is_slow: bool = False) -> list[pytest.MarkDecorator]:
@@ -385,13 +367,11 @@ def combinations() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "layout"), combinations())
-def test_greedy_tokens_equal_those_of_transformers(
-    name: str, layout: str, checkpoint: Callable[[str], Checkpoint]
-) -> None:
+def test_greedy_tokens_equal_those_of_transformers(name: str, layout: str, checkpoint: Maker) -> None:
     """Ragged, in chunks, with pages for one request at a time, and from the cache."""
     models.test_greedy_tokens_equal_those_of_transformers(name, layout, checkpoint)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=slow(name)) for name in ROWS])
-def test_a_module_on_its_own_gives_the_logits_of_transformers(name: str, saved: Callable[[str], Checkpoint]) -> None:
+def test_a_module_on_its_own_gives_the_logits_of_transformers(name: str, saved: Maker) -> None:
     models.test_a_module_on_its_own_gives_the_logits_of_transformers(name, saved)
