@@ -1,8 +1,5 @@
 """Families with recurrent layers against transformers: on every layout, in chunks of several sizes, and preempted."""
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +10,8 @@ from jaxserve import LLM, ConfigError, MemoryPlanError, SamplingParams, load_mod
 from jaxserve.scheduling.sequence import Sequence
 from tests.hooks import pages_of_one_request
 from tests.jaxserve import test_models as models
-from tests.jaxserve.test_models import GRANITE, LAYOUTS, NUM_NEW, PROMPT_LENGTHS, Checkpoint, Row, rope
+from tests.jaxserve.row_checkpoints import Maker, saved_checkpoints, with_greedy_tokens
+from tests.jaxserve.test_models import GRANITE, LAYOUTS, NUM_NEW, PROMPT_LENGTHS, Row, rope
 from tests.sequences import NoState
 
 torch = pytest.importorskip("torch")
@@ -164,31 +162,15 @@ def make_hf(row: Row) -> Any:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
-    """Makes a row's checkpoint, once, without the tokens, which take transformers longest."""
-    torch.set_num_threads(1)
-
-    @functools.cache
-    def make(name: str) -> Checkpoint:
-        row, directory = ROWS[name], tmp_path_factory.mktemp(name)
-        model = make_hf(row)
-        models.save(model, row, directory)
-        return Checkpoint(directory, model, models.prompts(model.config.get_text_config().vocab_size), [])
-
-    return make
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Maker:
+    """Makes a row's checkpoint, once, without tokens."""
+    return saved_checkpoints(ROWS, make_hf, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(saved: Callable[[str], Checkpoint]) -> Callable[[str], Checkpoint]:
+def checkpoint(saved: Maker) -> Maker:
     """Makes a row's checkpoint with transformers' greedy tokens, once."""
-
-    @functools.cache
-    def make(name: str) -> Checkpoint:
-        made = saved(name)
-        expected = [models.greedy(ROWS[name], made.model, prompt) for prompt in made.prompts]
-        return dataclasses.replace(made, expected=expected)
-
-    return make
+    return with_greedy_tokens(ROWS, saved)
 
 
 def combinations() -> list[Any]:
@@ -209,9 +191,7 @@ def settings_of(layout: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "layout"), combinations())
-def test_greedy_tokens_equal_those_of_transformers(
-    name: str, layout: str, checkpoint: Callable[[str], Checkpoint]
-) -> None:
+def test_greedy_tokens_equal_those_of_transformers(name: str, layout: str, checkpoint: Maker) -> None:
     """Ragged, in chunks, with pages for one request at a time, so that the other is preempted, and again."""
     made = checkpoint(name)
     settings = settings_of(layout)
@@ -229,7 +209,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if row.fast else [pytest.mark.slow]) for name, row in ROWS.items()]
 )
-def test_a_module_on_its_own_gives_the_logits_of_transformers(name: str, saved: Callable[[str], Checkpoint]) -> None:
+def test_a_module_on_its_own_gives_the_logits_of_transformers(name: str, saved: Maker) -> None:
     made = saved(name)
     model = load_model(made.directory, dtype="float32")
     longest = max(made.prompts, key=len)
@@ -243,7 +223,7 @@ def test_a_module_on_its_own_gives_the_logits_of_transformers(name: str, saved: 
 )
 @pytest.mark.parametrize("is_async", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_shared_prefix_is_not_computed_again(
-    name: str, is_async: bool, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+    name: str, is_async: bool, checkpoint: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hits at every length: the same prompt, one that goes on, one that leaves it inside a page, and others between, in
     the prompt and in the answer. Logprobs are those without a cache, of native kernels bit for bit."""
@@ -297,7 +277,7 @@ class Mistaken(NoState):
 )
 @pytest.mark.parametrize("penalty", [0.0, 0.7])
 def test_rejected_drafts_leave_no_trace(
-    name: str, layout: str, penalty: float, checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+    name: str, layout: str, penalty: float, checkpoint: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither in the tokens, in logprobs nor in the states that later requests go on from."""
     made = checkpoint(name)
@@ -328,7 +308,7 @@ def chosen_logprobs(output: Any) -> list[float]:
     return [each[token].logprob for each, token in zip(completion.logprobs, completion.token_ids, strict=True)]
 
 
-def test_samples_of_one_prompt_start_from_its_state(checkpoint: Callable[[str], Checkpoint]) -> None:
+def test_samples_of_one_prompt_start_from_its_state(checkpoint: Maker) -> None:
     """And on two devices, to which it has moved; misses have reasons."""
     made = checkpoint("qwen3-5")
     params = SamplingParams(temperature=1.0, top_k=1, max_tokens=12, n=3)
@@ -369,17 +349,13 @@ def test_samples_of_one_prompt_start_from_its_state(checkpoint: Callable[[str], 
         ({"max_num_seqs": 4_000_000, "max_num_batched_tokens": 4_000_000}, "for the states of max_num_seqs=4000000"),
     ],
 )
-def test_settings_that_recurrent_layers_cannot_have(
-    settings: dict[str, Any], message: str, saved: Callable[[str], Checkpoint]
-) -> None:
+def test_settings_that_recurrent_layers_cannot_have(settings: dict[str, Any], message: str, saved: Maker) -> None:
     directory = str(saved("qwen3-5").directory)
     with pytest.raises((ConfigError, MemoryPlanError), match=message):
         LLM(directory, **settings_of("tp1", **settings))
 
 
-def test_no_states_are_kept_if_they_have_no_room(
-    checkpoint: Callable[[str], Checkpoint], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_states_are_kept_if_they_have_no_room(checkpoint: Maker, caplog: pytest.LogCaptureFixture) -> None:
     made = checkpoint("lfm2")
     params = SamplingParams(temperature=0.0, max_tokens=4)
     with (
