@@ -783,13 +783,13 @@ SLOW_CASES = (
         "faults/test_leaving.py",
         "test_a_client_that_leaves_gives_its_pages_back",
         "(http unary|grpc stream)-prefill|(http stream|grpc unary)-decode|(http unary|grpc unary)-last",
-        "each phase on two surfaces, and each surface in a phase; every phase in test_engine_process.py",
+        "each phase through two interfaces, and each interface in some phase; every phase in test_engine_process.py",
     ),
     SlowCases(
         "faults/test_leaving.py",
         "test_a_client_that_leaves_the_queue_leaves_it_within_a_step",
         "http unary|grpc stream",
-        "the other two surfaces",
+        "the other two interfaces",
     ),
     SlowCases(
         "faults/test_death.py",
