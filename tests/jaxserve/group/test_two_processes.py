@@ -1,6 +1,9 @@
 """The story of an engine in two processes: the answers of one process, then the death of a follower."""
 
+import time
+
 from jaxserve import LLM
+from scripts.server_child import RunningServer
 from tests.group_server import (
     answers,
     assert_ends_with_its_follower,
@@ -18,12 +21,23 @@ def number_of(metrics: str, name: str) -> float:
     return float(line.split()[-1])
 
 
+def assert_follows(server: RunningServer) -> None:
+    """The follower has been sent every step, and finishes the last one soon after the clients have their answers."""
+    until_s = time.monotonic() + 20.0
+    while True:
+        metrics = text_of(server, "/metrics")
+        finished, sent = (number_of(metrics, f"jaxserve:group_{name}_total") for name in ("steps", "sent_bytes"))
+        steps = number_of(metrics, "jaxserve:steps_total")
+        if finished == steps or time.monotonic() > until_s:
+            break
+        time.sleep(0.05)
+    assert finished == steps > 0 and sent > 20 * steps
+
+
 def test_two_processes_answer_as_one_and_end_together() -> None:
     with running_group("--tensor-parallel-size", "2", "--dtype", "float32") as server:
         found = answers(server)
-        metrics = text_of(server, "/metrics")
-        steps, sent = (number_of(metrics, f"jaxserve:group_{name}_total") for name in ("steps", "sent_bytes"))
-        assert steps == number_of(metrics, "jaxserve:steps_total") > 0 and sent > 20 * steps
+        assert_follows(server)
         assert_ends_with_its_follower(server)
         log = server.log.read_text()
         assert "was killed by SIGKILL" in log and "the group ends: rank 1 (host " in log and "has ended" in log
