@@ -35,6 +35,40 @@ def hand_over(arrays: Any, shardings: Any) -> Any:
     return jax.device_put(arrays, shardings)
 
 
+def can_send(source: Mesh, target: Mesh) -> bool:
+    """Return whether the backend can send arrays from one mesh to another whose devices belong to other processes.
+
+    JAX asks for equal specs on as many devices of one kind, and for other processes. XLA sends between processes on
+    GPUs (through NCCL), and not on CPUs.
+    """
+    given, wanted = [*source.devices.flat], [*target.devices.flat]
+    return (
+        source.devices.shape == target.devices.shape
+        and {device.process_index for device in given}.isdisjoint(device.process_index for device in wanted)
+        and len({device.device_kind for device in [*given, *wanted]}) == 1
+        and getattr(given[0].client, "supports_cross_host_transfers", False)
+    )
+
+
+def send(
+    array: jax.Array | None, source: NamedSharding, target: NamedSharding, shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
+    """Send an array to another mesh by ``jax.device_put``, where ``can_send`` says so, without waiting.
+
+    All processes of both meshes call this for the same arrays in the same order.
+
+    Args:
+        array: The array on the source; None in the processes of the target.
+        source: Sharding that it has.
+        target: Sharding that it gets, with the same spec.
+        shape: Its shape.
+        dtype: Its data type.
+    """
+    if array is None:
+        array = jax.make_array_from_single_device_arrays(shape, source, [], dtype=dtype)
+    return jax.device_put(array, target)
+
+
 def on_all(mesh: Mesh) -> Callable[[Any], Any]:
     """Return a function that gives every device of a mesh the whole of each array of a tree.
 

@@ -49,7 +49,9 @@ class Pipeline:
         self._earlier = tuple(earlier)
         self._next = stages[1:]
         count = len(earlier)
-        self._forward = [HandOver(meshes[index], meshes[index + 1], index, link) for index in range(count)]
+        self._forward = [
+            HandOver(meshes[index], meshes[index + 1], index, link, is_forward=True) for index in range(count)
+        ]
         self._back = [HandOver(meshes[-1], meshes[index], count + index, link) for index in range(count)]
         self._kept = None if link is None else jax.jit(lambda latest: jax.tree.map(jnp.copy, latest))
         self._latest = [jax.tree.flatten(stage.model.abstract_latest()) for stage in earlier]

@@ -1,8 +1,11 @@
 """The hand-over from one pipeline stage to another, whose devices may belong to other processes.
 
-Backends that send between processes do so only between whole meshes, and XLA:CPU not at all, so that shards travel as
-bytes over a link. They are read once the device has computed them, by a thread of the link; who launches a stage that
-another process feeds waits for its shards.
+Hidden states go through the backend where it sends between processes (CUDA, through NCCL, if no process has devices of
+both stages). XLA:CPU does not; there, shards travel as bytes over a link. They are read once the device has computed
+them, by a thread of the link; who launches a stage that another process feeds waits for its shards.
+
+The latest tokens, which go against that direction, always take the link: a device runs its sends and receives one after
+the other, and two processes that sent to each other could each wait for the other's receive. Tokens are a few bytes.
 """
 
 import functools
@@ -13,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from sharding import Moves, find_moves, hand_over, mesh_devices, own_devices, put_parts
+from sharding import Moves, can_send, find_moves, hand_over, mesh_devices, own_devices, put_parts, send
 
 
 class StageLink(Protocol):
@@ -40,7 +43,7 @@ class _Half(NamedTuple):
     """Arrays of a hand-over whose source this process may have, on their way.
 
     Attributes:
-        arrays: The arrays on the source; None if this process has none of it.
+        arrays: The arrays on the source; None if this process has none of it. Through the backend: on the target.
         structs: The arrays on the target.
         moves: What this process does with each.
     """
@@ -58,14 +61,16 @@ class HandOver:
         target: Devices of the stage that needs it.
         channel: Number that no other hand-over has.
         link: Carries shards to and from other processes; None if one process has all devices.
+        is_forward: Whether it leads from a stage to the next one, and may go through the backend.
     """
 
-    def __init__(self, source: Mesh, target: Mesh, channel: int, link: StageLink | None):
+    def __init__(self, source: Mesh, target: Mesh, channel: int, link: StageLink | None, *, is_forward: bool = False):
         self._source = source
         self._channel = channel
         self._link = link
         self._has_target = bool(own_devices(target))
         self._is_own = link is None or len(own_devices(source)) == len(own_devices(target)) == target.devices.size
+        self._is_sent = link is not None and is_forward and can_send(source, target)
         self._on_way: list[_Half] = []
 
     def __call__(self, arrays: Sequence[jax.Array] | None, structs: Sequence[Any]) -> list[jax.Array]:
@@ -80,6 +85,9 @@ class HandOver:
             arrays: The arrays; None in a process without devices of their stage.
             structs: Shapes and shardings on the other stage.
         """
+        if self._is_sent:
+            self._on_way.append(_Half(self._send(arrays, structs), structs, []))
+            return
         moves = [] if self._is_own else [_moves(self._source, s.sharding, s.shape) for s in structs]
         self._on_way.append(_Half(arrays, structs, moves))
         if self._link is None or arrays is None:
@@ -90,12 +98,29 @@ class HandOver:
             ]
             self._link.send(process, self._channel, shards)
 
+    def _send(self, arrays: Sequence[jax.Array] | None, structs: Sequence[Any]) -> list[jax.Array] | None:
+        """Send arrays through the backend; None in a process that has neither of the stages."""
+        if arrays is None and not self._has_target:
+            return None
+        return [
+            send(
+                None if arrays is None else arrays[index],
+                NamedSharding(self._source, struct.sharding.spec),
+                struct.sharding,
+                struct.shape,
+                struct.dtype,
+            )
+            for index, struct in enumerate(structs)
+        ]
+
     def receive(self) -> list[jax.Array]:
         """Return the arrays of the earliest ``send`` that was not received yet, on the other stage's devices; empty in
         a process that has none of them."""
         arrays, structs, moves = self._on_way.pop(0)
         if not self._has_target:
             return []
+        if self._is_sent:
+            return list(arrays or ())
         if self._is_own:
             return hand_over(list(arrays or ()), [struct.sharding for struct in structs])
         assert self._link is not None
