@@ -34,6 +34,7 @@ ROWS: Final[Mapping[str, str]] = MappingProxyType(
         "fails": f"{_GROUP}::test_a_follower_that_fails[follower-fails]",
         "misreads": f"{_GROUP}::test_a_follower_that_fails[follower-misreads]",
         "diverges": f"{_GROUP}::test_a_follower_that_fails[follower-diverges]",
+        "rank-0-stopped": f"{_GROUP}::test_a_stopped_engine_of_rank_0",
         "rank-0-killed": f"{_GROUP}::test_a_killed_engine_of_rank_0",
         "launcher-killed": f"{_GROUP}::test_a_killed_launcher",
         "drained": f"{_GROUP}::test_a_signal_to_the_launcher_drains",

@@ -12,6 +12,11 @@ is the exit status 0.
     python scripts/soak_server.py --mix hostile --minutes 5 --output-json FILE
 
 measures instead what one API key costs another (``scripts/soak/two_keys.py``), and looks for the same after it.
+
+    python scripts/soak_server.py --mix faults --minutes 60 --output-json FILE
+
+runs the engine in two processes of two devices each, and kills or stops one of them every minute
+(``scripts/soak/faults.py``).
 """
 
 import argparse
@@ -29,6 +34,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from jaxserve.bench.serve.http import HttpClient  # noqa: E402  (after the path)
 from scripts.server_child import RunningServer, as_flags, running_server  # noqa: E402
+from scripts.soak.faults import run_faults  # noqa: E402
 from scripts.soak.load import Load  # noqa: E402
 from scripts.soak.report import Report  # noqa: E402
 from scripts.soak.requests import KnownPrompt, prompts  # noqa: E402
@@ -43,6 +49,7 @@ HOSTILE_SERVER: dict[str, Any] = {
     "stall_timeout": 15, "body_timeout": 20, "disable_access_log": True, "trust_request_chat_template": True,
     "max_admitted_bytes": 256 << 20,
 }  # fmt: skip
+GROUP: dict[str, Any] = {"mesh": "stage=2,tensor=2", "restart_engine": True, "step_timeout": 5}
 NUM_WORKERS = 16
 MAX_SAMPLES = 2000
 QUIET_LIMIT_S = 60.0
@@ -93,6 +100,20 @@ async def run_two_keys(server: RunningServer, duration_s: float, seed: int = 0) 
     return report, times
 
 
+async def run_group(
+    server: RunningServer, duration_s: float, seed: int = 0, num_workers: int = NUM_WORKERS
+) -> tuple[Report, dict[str, Any]]:
+    """Let faults befall a group of processes under load; return the report, and the faults by themselves.
+
+    The server must be idle, have the demo model, and the settings ``GROUP``.
+    """
+    report = Report()
+    known = await known_responses(server, prompts(seed))
+    faults = await run_faults(server, known, report, duration_s, seed, num_workers)
+    await known_responses(server, known, report)
+    return report, faults
+
+
 async def fill_pools(server: RunningServer) -> None:
     """Have the engine start all processes for grammars and templates that it keeps, before it is watched."""
     client = HttpClient(server.http, server.headers)
@@ -127,21 +148,25 @@ async def known_responses(
 
 
 def main() -> None:
-    """Start a server, or takes one that runs, and exits with 0 where all went well."""
+    """Start a server, put it under load, and exit with 0 where all went well."""
     options = parser().parse_args()
-    is_hostile = options.mix == "hostile"
-    settings = {**ENGINE, **(HOSTILE_SERVER if is_hostile else SERVER), **json.loads(options.settings)}
     folder = Path(tempfile.mkdtemp(prefix="jaxserve-soak-"))
-    if is_hostile:
+    mix = {"plain": SERVER, "hostile": HOSTILE_SERVER, "faults": {**SERVER, **GROUP}}[options.mix]
+    settings = {**ENGINE, **mix, **json.loads(options.settings)}
+    if options.mix == "hostile":
         settings["auth_file"] = write_auth_file(folder)
+    launcher = ("launch", "--nproc", "2") if options.mix == "faults" else ()
     log = Path(options.log) if options.log else folder / "server.log"
     found: dict[str, Any] = {}
-    with running_server(options.model, [*as_flags(settings), *options.flag], log) as server:
+    flags, duration_s = [*as_flags(settings), *options.flag], options.minutes * 60
+    with running_server(options.model, flags, log, launcher=launcher) as server:
         print(f"server ready at {server.http}; its log is {log}", flush=True)
-        if is_hostile:
-            report, found["times"] = asyncio.run(run_two_keys(server, options.minutes * 60, options.seed))
+        if options.mix == "hostile":
+            report, found["times"] = asyncio.run(run_two_keys(server, duration_s, options.seed))
+        elif options.mix == "faults":
+            report, found["faults"] = asyncio.run(run_group(server, duration_s, options.seed, options.workers))
         else:
-            report = asyncio.run(run_soak(server, options.minutes * 60, options.seed, options.workers))
+            report = asyncio.run(run_soak(server, duration_s, options.seed, options.workers))
     if server.process.returncode != 0:
         report.complain(f"the server ended with status {server.process.returncode} when it was told to end")
     print("\n".join([*report.lines(), *(json.dumps(value, indent=1) for value in found.values())]), flush=True)
@@ -155,7 +180,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the flags."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--model", default="demo")
-    found.add_argument("--mix", choices=("plain", "hostile"), default="plain")
+    found.add_argument("--mix", choices=("plain", "hostile", "faults"), default="plain")
     found.add_argument("--minutes", type=float, default=30.0)
     found.add_argument("--workers", type=int, default=NUM_WORKERS, help="requests at a time")
     found.add_argument("--seed", type=int, default=0)

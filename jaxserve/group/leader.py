@@ -279,7 +279,8 @@ class Leader:
             self.check()
 
     def end(self, reason: str = "") -> None:
-        """Let all followers end, and wait for them for a few seconds; call it before this process ends.
+        """Let all followers end, and wait for them for a few seconds; call it before this process ends. In a group that
+        fails, those of this machine that send nothing are killed.
 
         Args:
             reason: Why the group fails; empty: it does not.
@@ -291,7 +292,8 @@ class Leader:
             member.send(End(reason))
         until_s = time.monotonic() + (_FAIL_S if reason else _END_S)
         for member in self.members:
-            member.has_ended.wait(max(0.0, until_s - time.monotonic()))
+            if not member.has_ended.wait(max(0.0, until_s - time.monotonic())) and reason:
+                member.kill_if_silent()
         if self._peers is not None:
             self._peers.close()
 

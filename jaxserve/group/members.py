@@ -2,11 +2,14 @@
 
 import contextlib
 import logging
+import os
 import queue
+import signal
 import threading
+from pathlib import Path
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
-from jaxserve.group.connection import PeerConnection
+from jaxserve.group.connection import PeerConnection, machine_name
 from jaxserve.group.messages import (
     CODEC,
     MAX_BYTES,
@@ -24,6 +27,7 @@ from jaxserve.group.messages import (
 
 logger = logging.getLogger(__name__)
 
+_DEAF_S = 3.0  # a process whose threads run sends something every second
 _SILENT_S = 8.0
 _SILENT_AT_START_S = 60.0  # tracing large programs keeps other threads waiting
 
@@ -76,6 +80,17 @@ class Member:
         with contextlib.suppress(OSError):
             self.connection.send_frame(frame)
         return frame
+
+    def kill_if_silent(self) -> None:
+        """Kill a process of this machine that sends nothing: it is stopped, or none of its threads runs, so that it
+        does not end by itself, and its launcher would wait for that."""
+        if self.silent_s < _DEAF_S or self.hello.machine != machine_name():
+            return
+        with contextlib.suppress(OSError):  # it has just ended
+            command = Path(f"/proc/{self.hello.pid}/cmdline").read_text().replace("\0", " ").replace("=", " ")
+            if f" --node-rank {self.rank} " in f"{command} ":  # in another container, its id is that of another process
+                os.kill(self.hello.pid, signal.SIGKILL)
+                logger.error("%s did not end by itself; it was killed", self.name)
 
     def handle(self, message: object) -> JaxserveError | None:
         """Note a message; return the error with which the follower failed, if it did."""

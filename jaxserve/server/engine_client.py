@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 _EXIT_S = 2.0  # from the end of the connection to that of the process
 _IMPORT_S = 60.0  # until the process reads its first message and counts the time itself
 _STACKS_S = 1.0  # for the stacks of a process that hangs
+_GROUP_SILENT_S = 15.0  # of process 0 of a group, whose followers end by themselves then; it sends every second
 _WATCH_S = 1.0  # between two checks of the heartbeats
 
 
@@ -131,8 +132,9 @@ class EngineClient(EngineQueries):
             await self.kill()
             raise
         self._tasks.append(asyncio.create_task(self._read()))
-        if config.watchdog_timeout:
-            self._tasks.append(asyncio.create_task(self._watch(config.watchdog_timeout)))
+        if limit_s := config.watchdog_timeout:
+            is_group = self.place is not None and self.place.count > 1
+            self._tasks.append(asyncio.create_task(self._watch(min(limit_s, _GROUP_SILENT_S) if is_group else limit_s)))
 
     async def _shake_hands(self) -> EngineInfo:
         limit_s = self._config.startup_timeout

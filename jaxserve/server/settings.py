@@ -151,6 +151,7 @@ class ServerConfig:
             503, so that load balancers send no more.
         shutdown_timeout: Seconds to wait for running requests after SIGTERM.
         watchdog_timeout: Seconds without progress after which the engine process logs its stacks and exits; 0: never.
+            One that sends not even a sign of life for so long is killed; in a group of processes that takes 15 s.
         startup_timeout: Seconds after which an engine process that is not ready logs its stacks and exits; it includes
             downloads and compilation. 0: never.
         restart_engine: Restart the engine process if it exits.

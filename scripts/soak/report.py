@@ -1,7 +1,7 @@
 """Results of a soak test: responses by kind, failures, and growth of resources."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,20 +104,29 @@ class Report:
 
     def judge(self, has_rises: bool = True) -> None:
         """Compare the state before, during and after; if ``has_rises``, also what rises during a run."""
-        for limit in LIMITS if has_rises else ():
+        if has_rises:
+            self.judge_rises(LIMITS)
+        for name, allowed in QUIET.items():
+            if self.after[name] > self.before[name] + allowed:
+                self.complain(f"{name} was {self.before[name]:.0f} before the load and is {self.after[name]:.0f} now")
+        self.judge_zeros(self.after)
+
+    def judge_rises(self, limits: Sequence[Limit]) -> None:
+        """Complain of numbers that rise during a run."""
+        for limit in limits:
             found = rise(self.samples, limit.name)
             allowed = limit.absolute + limit.relative * found["mean"]
             self.rises[limit.name] = {**found, "allowed": allowed}
             if found["rise"] > allowed:
                 self.complain(f"{limit.name} rose by {found['rise']:.0f}, more than {allowed:.0f}")
-        for name, allowed in QUIET.items():
-            if self.after[name] > self.before[name] + allowed:
-                self.complain(f"{name} was {self.before[name]:.0f} before the load and is {self.after[name]:.0f} now")
+
+    def judge_zeros(self, quiet: Mapping[str, float]) -> None:
+        """Complain of what a quiet server still holds, and of programs that it compiled while it served."""
         for name in ZERO:
-            if self.after[name] != 0:
-                self.complain(f"{name} is {self.after[name]} on a quiet server")
-        if self.after["compiles_after_ready_total"]:
-            self.complain(f"{self.after['compiles_after_ready_total']:.0f} programs were compiled after the start")
+            if quiet[name] != 0:
+                self.complain(f"{name} is {quiet[name]} on a quiet server")
+        if quiet["compiles_after_ready_total"]:
+            self.complain(f"{quiet['compiles_after_ready_total']:.0f} programs were compiled after the start")
 
     def as_json(self) -> dict[str, Any]:
         """Return all results, for a file."""

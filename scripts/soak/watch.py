@@ -57,10 +57,15 @@ def tree_rss_bytes(pid: int) -> float:
     return total
 
 
+async def metric_values(client: HttpClient) -> dict[str, float]:
+    """Return the numbers of ``/metrics`` that are observed."""
+    response = await client.request("GET", "/metrics")
+    return {name: float(value) for name, value in _LINE.findall(response.body.decode()) if name in _NAMES}
+
+
 async def server_values(server: RunningServer, client: HttpClient) -> dict[str, float]:
     """Return all observed numbers."""
-    response = await client.request("GET", "/metrics")
-    found = {name: float(value) for name, value in _LINE.findall(response.body.decode()) if name in _NAMES}
+    found = await metric_values(client)
     front, engine = process_values("front", server.process.pid), process_values("engine", server.engine_pid)
     return {**front, **engine, **children_values(server.engine_pid), **found}
 

@@ -158,8 +158,27 @@ def test_a_follower_that_fails(group: Group, asking: list[Any], switch: str) -> 
     group.assert_ends(*SAID[switch], within_s=20)
 
 
+def engine_pid(group: Group) -> int:
+    """Process id of the engine of rank 0."""
+    return next(pid for pid in group.processes if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def test_a_stopped_engine_of_rank_0(group: Group) -> None:
+    """Its clients are told so, about when the follower gives up."""
+    answers: list[Any] = []
+    (group.switches / injected.PAUSE).write_text("0.03")
+    client = threading.Thread(target=group.ask_until_it_fails, args=(answers,))
+    client.start()
+    while not group.num_running:
+        time.sleep(0.05)
+    kill(engine_pid(group), signal.SIGSTOP)
+    group.assert_ends("process 0 has sent nothing for", "it sent nothing for 15 s and was killed", within_s=40)
+    client.join()
+    assert answers[0][0] == 503 and "it sent nothing for 15 s and was killed" in answers[0][1], answers
+
+
 def test_a_killed_engine_of_rank_0(group: Group) -> None:
-    kill(next(pid for pid in group.processes if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()))
+    kill(engine_pid(group))
     group.assert_ends("it was killed by SIGKILL", "the group ends: process 0 has ended", within_s=10)
 
 
@@ -195,8 +214,8 @@ def answers_another_request(server: RunningServer) -> bool:
 def test_a_group_that_is_started_again(tmp_path: Path) -> None:
     with running_group(*FLAGS, "--restart-engine", environment=faulty_environment(tmp_path)) as server:
         group = Group(server, tmp_path)
-        for _ in range(2):
-            kill(follower_pid(server))
+        for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
+            kill(follower_pid(server), number)
             wait_until(lambda: answers_another_request(server), "the group answers again", 120.0)
         processes = family(server.process.pid)
         assert group.ask()[0] == 200 and len(processes) == len(group.processes)
