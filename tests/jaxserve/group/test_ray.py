@@ -51,12 +51,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dic
     command += ["--node-ip-address", "127.0.0.1", "--include-dashboard=false", "--num-cpus", "4"]
     command += ["--object-store-memory", str(100 << 20), "--temp-dir", str(folder)]
     log = tmp_path_factory.mktemp("ray") / "log"
-    with log.open("wb") as output:
-        head = subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output)
+
+    def start() -> "subprocess.Popen[bytes]":
+        with log.open("wb") as output:
+            return subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output)
+
+    head = start()
     try:
         until_s = time.monotonic() + START_S
         while "Ray runtime started" not in log.read_text():
-            assert head.poll() is None and time.monotonic() < until_s, log.read_text()
+            assert time.monotonic() < until_s, log.read_text()
+            if head.poll() is not None:
+                assert "The current node timed out during startup" in log.read_text(), log.read_text()
+                head = start()  # Ray gives itself 30 seconds, which a busy machine exceeds
             time.sleep(0.2)
         yield head.pid, environment
     finally:
