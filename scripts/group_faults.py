@@ -13,8 +13,9 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
+import tempfile
+import xml.etree.ElementTree
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -64,10 +65,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Lets faults of a group's processes happen again and again.")
     parser.add_argument("--row", action="append", choices=ROWS, help="which fault (default: all); may be repeated")
     parser.add_argument("--times", type=int, default=20, help="runs of each row (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="tests that run at a time (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="file for a JSON line of each run")
     options = parser.parse_args()
     rows: list[str] = options.row or list(ROWS)
-    repeat(rows, options.times, options.output)
+    repeat(rows, options.times, options.output, options.jobs)
     found = [run for run in read_runs(options.output) if run["row"] in rows]
     for row in rows:
         counts = collections.Counter(run["outcome"] for run in found if run["row"] == row)
@@ -75,14 +77,14 @@ def main() -> None:
     sys.exit(int(any(run["outcome"] == "failed" for run in found)))
 
 
-def repeat(rows: list[str], times: int, output: Path) -> None:
-    """Run each row until the file has this many runs of it, in turns."""
+def repeat(rows: list[str], times: int, output: Path, jobs: int) -> None:
+    """Run each row until the file has this many runs of it: in turns, and those of a turn in one pytest."""
     done = collections.Counter(run["row"] for run in read_runs(output))
     for number in range(times):
-        for row in rows:
-            if done[row] <= number:
-                with output.open("a") as file:
-                    file.write(json.dumps({"row": row, "number": number, **run_once(ROWS[row])}) + "\n")
+        missing = [row for row in rows if done[row] <= number]
+        for row, found in run_together(missing, jobs).items() if missing else ():
+            with output.open("a") as file:
+                file.write(json.dumps({"row": row, "number": number, **found}) + "\n")
 
 
 def read_runs(output: Path) -> list[dict[str, Any]]:
@@ -90,15 +92,41 @@ def read_runs(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
 
 
-def run_once(test: str) -> dict[str, Any]:
-    """Run a test; return its outcome, the seconds it took, the machine's load, and for a failure the last lines."""
-    began_s = time.monotonic()
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow", test]
-    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    is_skipped = ran.returncode == 0 and " passed" not in ran.stdout
-    outcome = "failed" if ran.returncode else "skipped" if is_skipped else "passed"
-    found = {"outcome": outcome, "seconds": round(time.monotonic() - began_s, 1), "load": round(os.getloadavg()[0], 1)}
-    return found | ({"output": ran.stdout[-4000:]} if outcome == "failed" else {})
+def run_together(rows: Sequence[str], jobs: int) -> dict[str, dict[str, Any]]:
+    """Run the tests of rows; return of each its outcome, the seconds it took, and for a failure what was printed."""
+    load = round(os.getloadavg()[0], 1)
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow"]
+        command += ["-n", str(jobs), "--dist", "loadfile", f"--junitxml={report}"]
+        ran = subprocess.run(
+            [*command, *dict.fromkeys(ROWS[row] for row in rows)], cwd=REPOSITORY, capture_output=True, text=True
+        )
+        if not report.exists():
+            raise RuntimeError(f"pytest ended with status {ran.returncode}:\n{ran.stdout[-4000:]}{ran.stderr[-4000:]}")
+        cases = list(xml.etree.ElementTree.parse(report).getroot().iter("testcase"))
+    return {row: {**outcome_of(ROWS[row], cases), "load": load} for row in rows}
+
+
+def outcome_of(test: str, cases: Iterable[xml.etree.ElementTree.Element]) -> dict[str, Any]:
+    """Return what pytest's report says of a test with all its parameters.
+
+    Args:
+        test: Its id.
+        cases: The ``testcase`` elements of the report.
+    """
+    path, _, name = test.partition("::")
+    module = path.removesuffix(".py").replace("/", ".")
+    own = [
+        case
+        for case in cases
+        if case.get("classname") == module and (case.get("name") == name or case.get("name", "").startswith(f"{name}["))
+    ]
+    problems = [problem for case in own for kind in ("failure", "error") for problem in case.iter(kind)]
+    is_skipped = all(case.find("skipped") is not None for case in own)
+    outcome = "failed" if problems or not own else "skipped" if is_skipped else "passed"
+    found = {"outcome": outcome, "seconds": round(sum(float(case.get("time", 0)) for case in own), 1)}
+    return found | ({"output": "".join(each.text or "" for each in problems)[-4000:]} if problems else {})
 
 
 if __name__ == "__main__":

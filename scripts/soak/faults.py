@@ -70,14 +70,14 @@ class Processes(NamedTuple):
         front: It holds the clients' connections.
         engine: The engine's process 0, a child of the front end.
         follower: Its process 1.
-        count: Number of them and of all others below the launcher.
+        total: Number of them and of all others below the launcher.
     """
 
     launcher: int
     front: int
     engine: int
     follower: int
-    count: int
+    total: int
 
     @classmethod
     def below(cls, launcher: int) -> "Processes":
@@ -163,7 +163,7 @@ async def _values(server: RunningServer) -> dict[str, float]:
     values = await metric_values(client)
     for role in ("launcher", "front", "engine", "follower"):
         values |= process_values(role, getattr(found, role))
-    return values | {"processes": float(found.count), "shared_files": float(len(os.listdir("/dev/shm")))}
+    return values | {"processes": float(found.total), "shared_files": float(len(os.listdir("/dev/shm")))}
 
 
 class _Clients:
