@@ -119,9 +119,8 @@ class EngineClient(EngineQueries):
         self._silent_s = 0.0
         self._ended = asyncio.Event()
         await self._close_renderers()  # of an engine that has ended
-        self._renderers = Renderers(
-            config.chat_template_timeout, config.chat_template_content_format, rendering_bytes(config)
-        )
+        limits = (config.chat_template_timeout, config.chat_template_content_format, rendering_bytes(config))
+        self._renderers = Renderers(*limits)
         try:
             self._process, self._reader, self._writer, self._clock_ahead_s = await self._spawn()
             self._info = await self._shake_hands()
@@ -133,8 +132,8 @@ class EngineClient(EngineQueries):
             raise
         self._tasks.append(asyncio.create_task(self._read()))
         if limit_s := config.watchdog_timeout:
-            is_group = self.place is not None and self.place.count > 1
-            self._tasks.append(asyncio.create_task(self._watch(min(limit_s, _GROUP_SILENT_S) if is_group else limit_s)))
+            longest_s = _GROUP_SILENT_S if self.place is not None and self.place.count > 1 else limit_s
+            self._tasks.append(asyncio.create_task(self._watch(min(limit_s, longest_s))))
 
     async def _shake_hands(self) -> EngineInfo:
         limit_s = self._config.startup_timeout

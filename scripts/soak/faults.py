@@ -167,7 +167,7 @@ async def _values(server: RunningServer) -> dict[str, float]:
 
 
 class _Clients:
-    """The clients of a group, who are told what became of their requests."""
+    """The clients of a group, who are told how their requests ended."""
 
     def __init__(self, server: RunningServer, known: list[KnownPrompt], report: Report, seed: int):
         self._server, self._known, self._report, self._seed = server, known, report, seed
