@@ -34,7 +34,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from jaxserve.bench.serve.http import HttpClient  # noqa: E402  (after the path)
 from scripts.server_child import RunningServer, as_flags, running_server  # noqa: E402
-from scripts.soak.faults import run_faults  # noqa: E402
+from scripts.soak.faults import INTERVAL_S, run_faults  # noqa: E402
 from scripts.soak.load import Load  # noqa: E402
 from scripts.soak.report import Report  # noqa: E402
 from scripts.soak.requests import KnownPrompt, prompts  # noqa: E402
@@ -101,7 +101,11 @@ async def run_two_keys(server: RunningServer, duration_s: float, seed: int = 0) 
 
 
 async def run_group(
-    server: RunningServer, duration_s: float, seed: int = 0, num_workers: int = NUM_WORKERS
+    server: RunningServer,
+    duration_s: float,
+    seed: int = 0,
+    num_workers: int = NUM_WORKERS,
+    interval_s: float = INTERVAL_S,
 ) -> tuple[Report, dict[str, Any]]:
     """Let faults befall a group of processes under load; return the report, and the faults by themselves.
 
@@ -109,7 +113,7 @@ async def run_group(
     """
     report = Report()
     known = await known_responses(server, prompts(seed))
-    faults = await run_faults(server, known, report, duration_s, seed, num_workers)
+    faults = await run_faults(server, known, report, duration_s, seed, num_workers, interval_s)
     await known_responses(server, known, report)
     return report, faults
 

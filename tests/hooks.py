@@ -61,6 +61,7 @@ from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer
 from pallas_kernels import UnsupportedKernelError as UnsupportedKernelError
 from pallas_kernels import native_library, paged_attention_mosaic
+from scripts.soak_server import run_group as run_group
 from scripts.soak_server import run_soak as run_soak
 from sharding import LAYOUTS as LAYOUTS
 from sharding import ShardingLayout as ShardingLayout

@@ -35,7 +35,8 @@ BACK_LIMIT_S = 120.0
 """Until the engine answers again."""
 OUTAGE = re.compile(
     r"(HTTP 503|gRPC UNAVAILABLE|the stream ended with an error|status 503).*"
-    r"(rank \d+ of its processes ended, failed or is late|was killed by SIG\w+|is starting|has ended)"
+    r"(rank \d+ of its processes ended, failed or is late|was killed by SIG\w+|it sent nothing for 15 s and was killed|"
+    r"the engine is starting|has ended)"
 )
 """What a request is told whose engine has ended or is not there."""
 LIMITS = (
@@ -106,7 +107,13 @@ class Processes(NamedTuple):
 
 
 async def run_faults(
-    server: RunningServer, known: list[KnownPrompt], report: Report, duration_s: float, seed: int, num_workers: int
+    server: RunningServer,
+    known: list[KnownPrompt],
+    report: Report,
+    duration_s: float,
+    seed: int,
+    num_workers: int,
+    interval_s: float = INTERVAL_S,
 ) -> dict[str, Any]:
     """Send requests for some time, while something happens to one of the processes every minute.
 
@@ -117,6 +124,7 @@ async def run_faults(
         duration_s: Seconds of requests.
         seed: Of what is sent and of the order of the faults.
         num_workers: Requests at a time.
+        interval_s: From one fault to the next; longer where the engine is not back yet.
 
     Returns:
         How often each fault happened, and the longest time until the engine answered again, in seconds.
@@ -127,14 +135,14 @@ async def run_faults(
     counts, longest_s = collections.Counter[str](), 0.0
     order = random.Random(seed)
     names = itertools.chain.from_iterable(order.sample(list(FAULTS), len(FAULTS)) for _ in itertools.count())
-    while time.monotonic() - start_s < duration_s - INTERVAL_S:
+    while time.monotonic() - start_s < duration_s - interval_s:
         began_s = time.monotonic()
         name = next(names)
         role, number = FAULTS[name]
         os.kill(getattr(Processes.below(server.process.pid), role), number)
         counts[name] += 1
         longest_s = max(longest_s, await clients.back_s(name, began_s))
-        await asyncio.sleep(max(0.0, INTERVAL_S - (time.monotonic() - began_s)))
+        await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began_s)))
         report.samples.append(Sample(time.monotonic() - start_s, await _values(server)))
     await asyncio.gather(*workers)
     report.duration_s = time.monotonic() - start_s
