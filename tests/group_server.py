@@ -7,7 +7,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,10 @@ def expected_answers(llm: LLM) -> list[Any]:
     return found
 
 
-def _answer(output: RequestOutput) -> tuple[str, str | None, list[float] | None]:
+def _answer(output: RequestOutput) -> tuple[str, str | None, Sequence[float] | None]:
     (one,) = output.outputs
-    chosen = one.logprobs and [each[token].logprob for token, each in zip(one.token_ids, one.logprobs, strict=True)]
-    return one.text, one.finish_reason, chosen or None
+    entries = zip(one.token_ids, one.logprobs or (), strict=bool(one.logprobs))
+    return one.text, one.finish_reason, [each[token].logprob for token, each in entries] or None
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:

@@ -115,8 +115,8 @@ def test_processes_give_what_one_gives(shape: str, count: int, settings: dict[st
     assert len({str(each[0]) for each in expected}) > 10, "the requests do not all give the same"
     sizes = parse_mesh(settings["mesh"], {})
     num_adding = sizes["tensor_parallel_size"] * sizes["expert_parallel_size"]
-    tolerance = {"abs": 1e-3 if num_adding > 2 else 0.0, "rel": 0.0}
+    tolerance = 1e-3 if num_adding > 2 else 0.0
     for (mine, my_scores, my_vector), (theirs, scores, vector) in zip(found, expected, strict=True):
         assert mine == theirs
-        assert my_scores == pytest.approx(scores, **tolerance)
-        assert my_vector == (vector if vector is None else pytest.approx(vector, **tolerance))
+        assert my_scores == pytest.approx(scores, rel=0.0, abs=tolerance)
+        assert my_vector == (vector if vector is None else pytest.approx(vector, rel=0.0, abs=tolerance))
