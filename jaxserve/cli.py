@@ -168,6 +168,8 @@ def _serve(options: argparse.Namespace) -> None:
         from jaxserve.group.ray_cluster import RayLauncher
 
         sys.exit(RayLauncher(options.given, group, arguments, config.restart_engine, config.insecure).run())
+    if group.parent_fd is not None:
+        launch.end_with(group.parent_fd)
     replicas = group.replicas(options.given, arguments)
     place = None if group.is_alone else group.place(end=lambda: os.kill(os.getpid(), signal.SIGTERM))
     if place is not None and group.headless and config.restart_engine and group.group_secret_fd is None:

@@ -45,6 +45,7 @@ ROWS: Final[Mapping[str, str]] = MappingProxyType(
         "link-down": "tests/faults/test_hosts.py::test_two_hosts_and_a_link_that_goes_down",
         "slow-link": "tests/faults/test_hosts.py::test_a_slow_link_is_no_fault",
         "one-by-one": f"{_NODES}::test_processes_started_one_by_one",
+        "parent-killed": f"{_NODES}::test_a_killed_process_takes_along_what_it_started",
         "missing": f"{_NODES}::test_a_process_that_does_not_come",
         "late": f"{_NODES}::test_a_process_that_comes_too_late",
         "one-too-many": f"{_NODES}::test_a_process_that_comes_to_a_running_group",
@@ -53,6 +54,7 @@ ROWS: Final[Mapping[str, str]] = MappingProxyType(
         "port-in-use": "tests/jaxserve/group/test_leader.py::test_a_port_in_use",
         "certificates": "tests/jaxserve/group/test_secure_link.py::test_strangers_are_refused_by_name",
         "slurm-killed": "tests/jaxserve/group/test_slurm.py::test_a_killed_task_ends_the_step",
+        "slurm-group-killed": "tests/jaxserve/group/test_slurm.py::test_a_killed_engine_leaves_the_other_group",
         "ray-killed": "tests/jaxserve/group/test_ray.py::test_a_gang_that_is_made_again",
         "ray-group-killed": "tests/jaxserve/group/test_ray.py::test_the_end_of_one_group_leaves_the_others",
     }

@@ -67,7 +67,8 @@ def outcomes_of_group(
     Args:
         arguments: Those of ``LLM``.
         count: Number of processes.
-        directory: For their files; ``moves`` will have the reports of the moves.
+        directory: For their files; ``counts`` will have preemptions, prefix hits and late compiles, ``moves`` the
+            reports of the moves.
         moves: Meshes and layouts to which the engine moves while requests run.
     """
     (directory / "secret").write_bytes(os.urandom(32))
@@ -77,7 +78,7 @@ def outcomes_of_group(
     for rank in range(count):
         with (directory / f"log{rank}").open("wb") as log:
             command = [sys.executable, "-m", __name__, str(rank), *given]
-            environment = {**os.environ, "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
+            environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
             processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
     try:
         statuses = [process.wait(LIMIT_S) for process in processes]
@@ -182,7 +183,8 @@ def _lead(leader: Leader, arguments: Mapping[str, Any], directory: Path) -> None
     ]
     (directory / "shards").write_text(json.dumps(shards))
     names = ("num_preemptions", "prefix_cache_hits", "compiles_after_ready")
-    print({metric.name: metric.value for metric in started.engine.metrics() if metric.name.endswith(names)})
+    counts = {metric.name: metric.value for metric in started.engine.metrics() if metric.name.endswith(names)}
+    (directory / "counts").write_text(json.dumps(counts))
     started.engine.close()
 
 

@@ -7,11 +7,12 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, RequestOutput, SamplingParams
+from jaxserve.client import Client
 from scripts.server_child import RunningServer
 from tests.server_process import running_server
 
@@ -68,17 +69,28 @@ def answers(server: RunningServer) -> list[Any]:
     return found
 
 
+def grpc_answers(server: RunningServer) -> list[Any]:
+    """What ``answers`` gives, over gRPC."""
+    found = []
+    with Client(server.grpc) as client:
+        for kind in REQUESTS:
+            outputs = [client.generate(prompt, SamplingParams(**kind)) for prompt in PROMPTS]
+            found += [_answer(output) for output in outputs]
+    return found
+
+
 def expected_answers(llm: LLM) -> list[Any]:
     """The same of an engine in this process."""
     found = []
     for kind in REQUESTS:
-        for output in llm.generate(list(PROMPTS), SamplingParams(**kind), use_tqdm=False):
-            (one,) = output.outputs
-            chosen = one.logprobs and [
-                each[token].logprob for token, each in zip(one.token_ids, one.logprobs, strict=True)
-            ]
-            found.append((one.text, one.finish_reason, chosen or None))
+        found += [_answer(output) for output in llm.generate(list(PROMPTS), SamplingParams(**kind), use_tqdm=False)]
     return found
+
+
+def _answer(output: RequestOutput) -> tuple[str, str | None, Sequence[float] | None]:
+    (one,) = output.outputs
+    entries = zip(one.token_ids, one.logprobs or (), strict=bool(one.logprobs))
+    return one.text, one.finish_reason, [each[token].logprob for token, each in entries] or None
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:

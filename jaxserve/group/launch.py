@@ -1,6 +1,7 @@
 """``jaxserve launch``: start the processes of a group on this machine, and end all when one ends."""
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
@@ -8,6 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
@@ -25,7 +27,7 @@ _POLL_S = 0.1
 _PATIENCE_S = 5.0  # for the others once one has ended
 _OWN_FLAGS = (
     *("--nnodes", "--node-rank", "--master-addr", "--master-port", "--headless", "--group-secret-file"),
-    "--processes-per-group",
+    *("--processes-per-group", "--parent-fd"),
 )
 
 
@@ -83,9 +85,12 @@ class _Process:
 def follow(command: Sequence[str]) -> int:
     """Run a headless process, and start it again when its group has failed; return its last status.
 
+    It ends when this process does, however that ends.
+
     Args:
         command: Its command, with ``--restart-engine``.
     """
+    reading, _ = os.pipe()  # the other side is open as long as this process runs
     processes: list[subprocess.Popen[bytes]] = []
     num_signals = 0
 
@@ -95,14 +100,37 @@ def follow(command: Sequence[str]) -> int:
         processes[-1].send_signal(number)
 
     while True:
-        started = [sys.executable, "-P", "-m", "jaxserve", *command, "--no-restart-engine"]
-        processes.append(subprocess.Popen(started, start_new_session=True, env=child_environment()))
+        own = ("--no-restart-engine", f"--parent-fd={reading}")
+        started = [sys.executable, "-P", "-m", "jaxserve", *command, *own]
+        environment = child_environment()
+        processes.append(subprocess.Popen(started, pass_fds=(reading,), start_new_session=True, env=environment))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, pass_on)
         status = processes[-1].wait()
         if status in (0, EXIT_BAD_START) or num_signals:
             return shell_status(status)
         logger.error("this process of the group %s; it is started again", end_of(status))
+
+
+def end_with(descriptor: int) -> None:
+    """End this process at once when the other side of a pipe is closed.
+
+    Raises:
+        ConfigError: There is no such descriptor.
+    """
+    try:
+        os.set_inheritable(descriptor, False)
+    except OSError as error:
+        raise ConfigError(f"parent_fd: cannot read descriptor {descriptor}: {error.strerror}") from error
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(descriptor, 1):
+                pass
+        logger.error("the process that started this one has ended; this one ends too")
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=wait, name="jaxserve-parent", daemon=True).start()
 
 
 class Launcher:

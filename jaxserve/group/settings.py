@@ -43,6 +43,8 @@ class GroupConfig:
         processes_per_group: Number of processes of each of the data_parallel_size replicas, which are then groups with
             processes of this machine, a scheduler and pages of their own, so that the end of one is not that of the
             others; 0: one process runs all replicas. ``jaxserve launch`` sets it.
+        parent_fd: Descriptor of a pipe; this process ends at once when its other side is closed. With restart_engine,
+            headless processes set it for those that they start.
         join_timeout: Seconds within which all processes must have joined.
         step_timeout: Seconds after which a process that has not finished a step ends the group.
     """
@@ -60,6 +62,7 @@ class GroupConfig:
     group_keyfile: str | None = None
     group_ca_certs: str | None = None
     processes_per_group: int = 0
+    parent_fd: int | None = None
     join_timeout: float = 300.0
     step_timeout: float = 60.0
 

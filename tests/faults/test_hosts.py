@@ -22,6 +22,7 @@ from tests.group_server import (
     assert_same,
     expected_answers,
     family,
+    grpc_answers,
     post,
     secret_flags,
     text_of,
@@ -30,7 +31,7 @@ from tests.launched_server import ENGINE, started, when_ready
 from tests.slow_relay import slow_relay
 
 pytestmark = pytest.mark.slow
-FLAGS = ("--tensor-parallel-size", "2", "--allowed-hosts", "*", *ENGINE)
+FLAGS = ("--tensor-parallel-size", "4", "--dtype", "float32", "--allowed-hosts", "*", *ENGINE)
 NETWORK = "10.213.77"
 _COUNT = itertools.count(1)
 PORT = 29500
@@ -101,10 +102,10 @@ def hosts() -> Iterator[list[Host]]:
         ip("link", "del", bridge)
 
 
-def expected(num_devices: int = 2) -> list[Any]:
+def expected(num_devices: int = 4, dtype: str = "float32") -> list[Any]:
     """The answers of one process."""
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256}
-    with LLM("demo", tensor_parallel_size=num_devices, **settings) as llm:
+    with LLM("demo", tensor_parallel_size=num_devices, dtype=dtype, **settings) as llm:
         return expected_answers(llm)
 
 
@@ -123,7 +124,9 @@ def test_two_hosts_and_a_link_that_goes_down(hosts: list[Host], secret: tuple[st
         sockets = ip("netns", "exec", first.name, "cat", "/proc/net/tcp")
         listening = {line.split()[1] for line in sockets.splitlines()[1:] if line.split()[3] == "0A"}
         assert not [each for each in listening if each.startswith("00000000:") and each.endswith(f":{PORT + 1:04X}")]
-        assert_same(answers(server), expected())
+        of_one_process = expected()
+        assert_same(answers(server), of_one_process)
+        assert_same(grpc_answers(server), of_one_process)
         found: list[Any] = []
         body = {"prompt": "12+30=", "temperature": 0.0, "max_tokens": 200, "ignore_eos": True}
 
@@ -160,7 +163,7 @@ def test_a_replica_on_each_host_and_a_link_that_goes_down(
         server = when_ready(front_end, logs[0])
         assert f"rank 1 (host {second.name}, " in logs[0].read_text()
         found = answers(server)
-        assert_same(found, expected(num_devices=1))
+        assert_same(found, expected(num_devices=1, dtype="auto"))
         up = [f'jaxserve:group_up{{model_name="demo",engine="{index}"}} 1' for index in range(2)]
         assert [line in text_of(server, "/metrics") for line in up] == [True, True]
         processes = family(node.pid)

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.group_server import (
     text_of,
 )
 from tests.launched_server import started
-from tests.server_process import PROGRAMS_CACHE, SMALL_ENGINE, running_server
+from tests.server_process import PROGRAMS_CACHE, SMALL_ENGINE, START_LIMIT_S, running_server
 
 ENGINE = ("--dtype", "float32", "--compilation-cache-dir", str(PROGRAMS_CACHE), *SMALL_ENGINE)
 SETTINGS: dict[str, Any] = {
@@ -65,8 +66,9 @@ def both_answer(server: RunningServer) -> list[Any]:
 
 def until_up(server: RunningServer, up: Sequence[int]) -> None:
     """Wait until these groups are up; requests get an answer, or are told that the engine process has ended."""
-    while groups_up(server) != [*up]:
-        assert server.process.poll() is None
+    until_s = time.monotonic() + START_LIMIT_S
+    while (found := groups_up(server)) != [*up]:
+        assert server.process.poll() is None and time.monotonic() < until_s, found
         status, response = post(server, "/v1/completions", BODY)
         assert status in (200, 503), response
 

@@ -22,15 +22,12 @@ from tests.group_server import (
     post,
     running_group,
 )
-from tests.jaxserve.group.test_group_meshes import SETTINGS, SHAPES
+from tests.jaxserve.group.test_group_meshes import ALIKE, DRAFT_MODEL, SETTINGS, SHAPES
 from tests.random_checkpoint import LLAMA, write_checkpoint_with_tokenizer
 from tests.server_process import PROGRAMS_CACHE
 
 pytestmark = pytest.mark.slow
 Moves = list[tuple[str, str | None]]
-DRAFTS = {"method": "draft_model", "num_speculative_tokens": 2, "enable_adaptive_verification": False}
-"""The model drafts for itself."""
-ALIKE: dict[str, Any] = {"vocab_size": 360, "max_position_embeddings": 128, "num_key_value_heads": 4}
 RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         **LLAMA,
@@ -63,7 +60,7 @@ CASES: list[tuple[str, int, dict[str, Any], Moves]] = [
     ("gpt_oss", 2, {"mesh": "tensor=4"}, BACK_AND_FORTH),
     ("qwen3_5", 2, {"mesh": "tensor=4"}, BACK_AND_FORTH),
     ("bamba", 2, {"mesh": "stage=2"}, [("tensor=2", None), ("stage=2", None)]),
-    ("llama", 2, {"mesh": "tensor=4", "speculative_config": DRAFTS}, BACK_AND_FORTH),
+    ("llama", 2, {"mesh": "tensor=4", "speculative_config": DRAFT_MODEL}, BACK_AND_FORTH),
 ]
 
 

@@ -1,5 +1,8 @@
 """What processes of a group learn from the environment that a launcher gives them."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -75,6 +78,25 @@ def test_launchers_that_are_not_there(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         settings(launcher, environment, **given)
+
+
+def test_a_process_that_ends_with_the_one_that_started_it() -> None:
+    reading, writing = os.pipe()
+    program = "import sys, time; from jaxserve.group.launch import end_with; end_with(int(sys.argv[1])); time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(reading)], pass_fds=(reading,), stderr=subprocess.PIPE
+    ) as process:
+        os.close(reading)
+        os.close(writing)
+        assert process.wait(50) == 70 and process.stderr is not None
+        assert b"the process that started this one has ended" in process.stderr.read()
+
+
+def test_a_descriptor_of_a_parent_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    place = ["--nnodes=2", "--node-rank=1", "--headless", "--master-addr=127.0.0.1", "--master-port=9"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "demo", *place, "--group-secret-file=secret", "--parent-fd=9999"])
+    assert "parent_fd: cannot read descriptor 9999: Bad file descriptor" in capsys.readouterr().err
 
 
 def test_serve_outside_srun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

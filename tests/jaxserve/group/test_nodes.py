@@ -62,6 +62,25 @@ def test_processes_started_one_by_one(place: tuple[str, ...], tmp_path: Path) ->
             assert_gone(processes, within_s=5)
 
 
+def test_a_killed_process_takes_along_what_it_started(place: tuple[str, ...], tmp_path: Path) -> None:
+    """Another one can then have its rank."""
+    logs, role = [tmp_path / "log1", tmp_path / "log2"], ("--node-rank", "1", "--headless")
+    flags = (*place, *ENGINE, "--restart-engine")
+    with started(logs[0], *flags, *role) as follower, running_server(*flags, "--node-rank", "0") as server:
+        processes = family(follower.pid)
+        assert len(processes) > 1
+        kill(follower.pid)
+        assert_gone(processes, within_s=5)
+        with started(logs[1], *flags, *role) as another:
+            while (answer := post(server, "/v1/completions", BODY))[0] != 200:
+                assert server.process.poll() is None and another.poll() is None
+                time.sleep(0.2)
+            assert answer[1]["choices"][0]["text"] == "42"
+            server.process.send_signal(signal.SIGTERM)
+            assert (server.wait(), another.wait(20)) == (0, 0)
+    assert "the process that started this one has ended" in logs[0].read_text(), logs[0].read_text()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

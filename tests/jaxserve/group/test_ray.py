@@ -25,7 +25,17 @@ from jaxserve.group import ray_cluster
 from jaxserve.group.settings import GroupConfig
 from jaxserve.server import command
 from tests.free_ports import free_ports
-from tests.group_server import answers, assert_gone, assert_same, expected_answers, family, kill, post, text_of
+from tests.group_server import (
+    answers,
+    assert_gone,
+    assert_same,
+    expected_answers,
+    family,
+    grpc_answers,
+    kill,
+    post,
+    text_of,
+)
 from tests.launched_server import ENGINE, started, when_ready
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is not installed")
@@ -113,14 +123,16 @@ def test_two_actors_answer_as_one_process(cluster: tuple[int, dict[str, str]], t
     log = tmp_path / "log"
     with started((), log, *FLAGS, environment=environment) as process:
         server = when_ready(process, log)
-        found = answers(server)
+        found, over_grpc = answers(server), grpc_answers(server)
         assert {*dialled([*family(process.pid), *family(head)])} <= {"127.0.0.1"}
         assert all(b"OMP_NUM_THREADS=1\0" not in Path(f"/proc/{pid}/environ").read_bytes() for pid in members(head))
         processes = [pid for each in members(head) for pid in family(each)]
         assert len(members(head)) == 2
         settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "dtype": "float32"}
         with LLM("demo", tensor_parallel_size=4, **settings) as llm:
-            assert_same(found, expected_answers(llm))
+            expected = expected_answers(llm)
+        assert_same(found, expected)
+        assert_same(over_grpc, expected)
         process.send_signal(signal.SIGTERM)
         assert process.wait(LAST_WORDS_S) == 0, log.read_text()
         assert_gone(processes, within_s=10)

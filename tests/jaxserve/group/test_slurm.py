@@ -1,7 +1,9 @@
 """A group whose processes are the tasks of a SLURM step, on a cluster of this machine alone."""
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,12 +13,23 @@ import pytest
 
 from jaxserve import LLM
 from scripts.server_child import REPOSITORY
-from tests.group_server import answers, assert_same, expected_answers, post, secret_flags
+from tests.group_server import (
+    answers,
+    assert_gone,
+    assert_same,
+    expected_answers,
+    family,
+    grpc_answers,
+    kill,
+    post,
+    secret_flags,
+)
+from tests.jaxserve.group.test_data_nodes import is_engine, until_up
 from tests.launched_server import ENGINE, started, when_ready
 
 pytestmark = pytest.mark.slow
 SCRIPT = REPOSITORY / "scripts" / "slurm_node.sh"
-FLAGS = ("--launcher", "slurm", "--tensor-parallel-size", "2", *ENGINE)
+FLAGS = ("--launcher", "slurm", "--tensor-parallel-size", "4", "--dtype", "float32", *ENGINE)
 SRUN = ("srun", "--unbuffered", "--kill-on-bad-exit=1", "-n", "2")
 LAST_WORDS_S = 60.0
 
@@ -53,9 +66,12 @@ def test_two_tasks_answer_as_one_process(slurm: dict[str, str], secret: tuple[st
     with started(SRUN, log, *FLAGS, *secret, environment=slurm) as process:
         server = when_ready(process, log)
         assert "all 2 processes have joined" in log.read_text()
-        found = answers(server)
-        with LLM("demo", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256, tensor_parallel_size=2) as llm:
-            assert_same(found, expected_answers(llm))
+        found, over_grpc = answers(server), grpc_answers(server)
+        settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "dtype": "float32"}
+        with LLM("demo", tensor_parallel_size=4, **settings) as llm:
+            expected = expected_answers(llm)
+        assert_same(found, expected)
+        assert_same(over_grpc, expected)
         (job,) = jobs(slurm)
         subprocess.run(["scancel", "--signal=TERM", job], env={**os.environ, **slurm}, check=True)
         assert process.wait(LAST_WORDS_S) == 0, log.read_text()
@@ -73,6 +89,33 @@ def test_a_killed_task_ends_the_step(slurm: dict[str, str], secret: tuple[str, s
             time.sleep(0.05)
         assert process.wait(LAST_WORDS_S) != 0
         assert "the group ends: rank 1 (host " in log.read_text(), log.read_text()
+    while jobs(slurm):
+        time.sleep(0.2)
+
+
+def test_a_killed_engine_leaves_the_other_group(slurm: dict[str, str], secret: tuple[str, str], tmp_path: Path) -> None:
+    """Its task starts it again; where the task itself is killed, and SLURM leaves the step, the other group goes on."""
+    log = tmp_path / "log"
+    words = ("srun", "--unbuffered", "--kill-on-bad-exit=0", "-n", "2")
+    flags = ("--launcher", "slurm", "--data-parallel-size", "2", "--restart-engine", *ENGINE, *secret)
+    with started(words, log, *flags, environment=slurm) as process:
+        server = when_ready(process, log)
+        found = answers(server)
+        (node,) = map(int, re.findall(r"rank 1 \(host \S+, process (\d+)\) has joined", log.read_text()))
+        task = int(Path(f"/proc/{node}/stat").read_text().rpartition(")")[2].split()[1])
+        kill(next(filter(is_engine, family(task))))
+        until_up(server, (1, 0))
+        until_up(server, (1, 1))
+        processes = family(task)
+        assert any(map(is_engine, processes))
+        kill(task)
+        until_up(server, (1, 0))
+        assert_gone(processes, within_s=10.0)
+        assert answers(server) == found
+        assert "group 0: the engine process" not in log.read_text()
+        (job,) = jobs(slurm)
+        subprocess.run(["scancel", "--signal=TERM", job], env={**os.environ, **slurm}, check=True)
+        assert process.wait(LAST_WORDS_S) == 128 + signal.SIGKILL, log.read_text()
     while jobs(slurm):
         time.sleep(0.2)
 
