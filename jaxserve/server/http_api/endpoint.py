@@ -143,6 +143,7 @@ class Endpoint:
 
         Raises:
             OutOfMemoryError: The requests in flight take too many bytes.
+            OverloadedError: It is long, and there is no room for a request of this caller.
             HTTPException: It is not declared to be JSON, is compressed, is too long, or stalls.
         """
         config = self._frontend.config
@@ -154,11 +155,14 @@ class Endpoint:
             message = f"the Content-Encoding {coding[:40]!r} is not supported; send the body without one"
             raise HTTPException(415, message, {"Accept-Encoding": "identity"})
         length = request.headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > config.max_request_bytes:
+        num_bytes = int(length[:20]) if length.isdecimal() else 0
+        if num_bytes > config.max_request_bytes:
             # A client that expects "100 Continue" has not sent the body; any other body is drained by the listener, so
             # that the client can read the response.
             raise self._too_long({"Connection": "close"} if "expect" in request.headers else {})
         loop, ledger = asyncio.get_running_loop(), self._frontend.ledger
+        if num_bytes > _LONG_BODY_BYTES:
+            ledger.check_room(caller)  # the listener drops what comes faster than this would read it
         begin_s = latest_s = loop.time()
         try:
             async with asyncio.timeout_at(self._body_deadline_s(begin_s, latest_s, 0)) as limit:

@@ -1,5 +1,6 @@
 """What is answered to requests that cannot be: one object, its status, and never a 5xx for what a caller did."""
 
+import asyncio
 import functools
 import json
 from pathlib import Path
@@ -14,7 +15,8 @@ from jaxserve.api.errors import DeadlineError, EngineDeadError, OverloadedError,
 from jaxserve.parsers import ParserNames
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.http_api.fields import MAX_NESTING
-from tests.jaxserve.server.http_fakes import CHAT, FakeEngine, Server, make_server
+from tests.jaxserve.server.http_fakes import CHAT, Answer, Connection, FakeEngine, Server, make_server
+from tests.observed_engine import ANYBODY
 
 COMPLETIONS, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -255,6 +257,20 @@ def test_a_body_that_waits_for_a_go_ahead_is_refused_before_it_comes() -> None:
     answer = server.post(COMPLETIONS, {"prompt": "Hi"}, content_length="3000", expect="100-continue")
     refusal(answer, 413, "RequestTooLargeError", match="at most 2000 bytes")
     assert answer.headers["connection"] == "close"
+
+
+def test_a_long_body_without_room_is_refused_before_it_comes() -> None:
+    server = make_server(limit=1)
+    connection = Connection("POST", COMPLETIONS, b"", {"content-type": "application/json", "content-length": "70000"})
+    connection.give()
+
+    async def main() -> None:
+        with server.frontend.ledger.admit(ANYBODY):
+            async with asyncio.timeout(20):
+                await server.app(connection.scope, connection.receive, connection.send)
+
+    asyncio.run(main())
+    refusal(Answer(connection.sent), 429, "RateLimitError", match="queue full")
 
 
 def test_options_that_ask_for_nothing_are_no_errors() -> None:
