@@ -25,14 +25,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxserve.group.connection import PeerConnection
-from jaxserve.group.messages import CODEC, MAX_BYTES, Launch
-from jaxserve.lab.calibration import calibrate
-from jaxserve.lab.devices import Device
-from jaxserve.lab.plan.plan import plan
-from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.plan_codec import SentRows, encode_plans
-from scripts.server_child import RunningServer, running_server
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from jaxserve.group.connection import PeerConnection  # noqa: E402  (after the path)
+from jaxserve.group.messages import CODEC, MAX_BYTES, Launch  # noqa: E402
+from jaxserve.lab.calibration import calibrate  # noqa: E402
+from jaxserve.lab.devices import Device  # noqa: E402
+from jaxserve.lab.plan.plan import plan  # noqa: E402
+from jaxserve.scheduling.plan import StepPlan  # noqa: E402
+from jaxserve.scheduling.plan_codec import SentRows, encode_plans  # noqa: E402
+from scripts.server_child import RunningServer, running_server  # noqa: E402
 
 MESHES = ("tensor=4", "stage=2,tensor=2")
 ROUNDS = 5
