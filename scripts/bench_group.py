@@ -6,12 +6,14 @@
 The first part encodes plans and sends them to a process that reads them and does nothing else: microseconds until the
 sender may go on, and of its CPU, the least of several rounds. The second part serves the model from 2 processes of 2
 devices each and from 1 process of 4, in turns, and counts the tokens of streams that run together; ``predicted`` is
-what ``jaxserve plan`` says for the same devices, measured by its calibration. All devices are those of this machine's
-CPUs. Prints one line of JSON.
+what ``jaxserve plan`` says for the same devices, measured by its calibration, and for 2 processes with the collectives
+between their devices, measured in a group of two. All devices are those of this machine's CPUs. Prints one line of
+JSON.
 """
 
 import argparse
 import concurrent.futures
+import dataclasses
 import json
 import os
 import socket
@@ -25,13 +27,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from jaxserve.group.connection import PeerConnection  # noqa: E402  (after the path)
+from jaxserve.group.job import join_job  # noqa: E402
 from jaxserve.group.messages import CODEC, MAX_BYTES, Launch  # noqa: E402
+from jaxserve.group.ports import PortPair  # noqa: E402
+from jaxserve.group.settings import GroupPlace  # noqa: E402
 from jaxserve.lab.calibration import calibrate  # noqa: E402
 from jaxserve.lab.devices import Device  # noqa: E402
+from jaxserve.lab.measure import collective_times  # noqa: E402
 from jaxserve.lab.plan.plan import plan  # noqa: E402
 from jaxserve.scheduling.plan import StepPlan  # noqa: E402
 from jaxserve.scheduling.plan_codec import SentRows, encode_plans  # noqa: E402
@@ -120,15 +128,54 @@ def measured(options: argparse.Namespace, mesh: str, count: int) -> float:
         return step_ms(server, options.rows, options.tokens)
 
 
-def compared(options: argparse.Namespace, mesh: str, device: Device) -> dict[str, float]:
-    """Milliseconds of a step in 2 processes and in 1, measured in turns, and predicted for 2 hosts and for 1."""
+def link_times() -> list[tuple[str, int, int, float]]:
+    """Times of collectives between the devices of two processes, as ``Link.measured`` has them."""
+    ports = PortPair()
+    command = [sys.executable, __file__, "--port", str(ports.first), "--rank"]
+    ports.close()
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}
+    children = [
+        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    printed = [child.communicate()[0] for child in children]
+    if any(child.returncode for child in children):
+        raise RuntimeError("the processes whose collectives are measured have failed")
+    return [(kind, count, num_bytes, time_s) for kind, count, num_bytes, time_s in json.loads(printed[0])]
+
+
+def measure_links(rank: int, port: int) -> None:
+    """Print the times of collectives as one of two processes."""
+    join_job(GroupPlace("127.0.0.1", port, 2, rank, b"", join_timeout=60.0, step_timeout=60.0))
+    print(json.dumps(list(collective_times(jax.devices()))), flush=True)
+    jax.distributed.shutdown()
+
+
+def with_links(device: Device) -> Device:
+    """The device, with collectives between two processes."""
+    times = link_times()
+    kinds = {kind for kind, *_ in times}
+    others = [each for each in device.link.measured if each[0] not in kinds]
+    link = dataclasses.replace(device.link, name="two processes", measured=(*times, *others))
+    return dataclasses.replace(device, link=link)
+
+
+def compared(options: argparse.Namespace, mesh: str, device: Device, linked: Device) -> dict[str, float]:
+    """Milliseconds of a step in 2 processes and in 1, measured in turns, and predicted.
+
+    Args:
+        options: Model, rows and tokens.
+        mesh: Of 4 devices.
+        device: This machine's, in one process.
+        linked: The same in two processes.
+    """
     turns = [[measured(options, mesh, count) for count in (2, 1)] for _ in range(options.rounds)]
     two, one = (statistics.median(column) for column in zip(*turns, strict=True))
-    settings = {"device": device, "num_seqs": options.rows, "dtype": "float32", "max_model_len": 512}
-    planned = {hosts: plan(options.model, mesh, hosts=hosts, **settings) for hosts in (2, 1)}
-    predicted = {hosts: 1e3 * each.decode_of(options.rows).step_s for hosts, each in planned.items()}
+    settings = {"num_seqs": options.rows, "dtype": "float32", "max_model_len": 512}
     found = {"2x2": two, "1x4": one, "ratio": two / one}
-    return found | {"predicted 2x2": predicted[2], "predicted 1x4": predicted[1]}
+    for name, each in (("predicted 2x2", linked), ("predicted 1x4", device)):
+        planned = plan(options.model, mesh, device=each, hosts=1, **settings)
+        found[name] = 1e3 * planned.decode_of(options.rows).step_s
+    return found
 
 
 def main() -> None:
@@ -138,11 +185,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="streams that run together")
     parser.add_argument("--tokens", type=int, default=200, help="tokens of each")
     parser.add_argument("--rounds", type=int, default=3, help="turns of the two servers; 0: only send plans")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.rank is not None:
+        measure_links(options.rank, options.port)
+        return
     found: dict[str, Any] = {"load": os.getloadavg()[0], "send_us": send_times()}
     if options.rounds:
         device = calibrate(4)
-        found["step_ms"] = {mesh: compared(options, mesh, device) for mesh in MESHES}
+        linked = with_links(device)
+        found["step_ms"] = {mesh: compared(options, mesh, device, linked) for mesh in MESHES}
     print(json.dumps(found))
 
 

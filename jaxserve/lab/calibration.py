@@ -20,7 +20,7 @@ from jaxserve.lab import report
 from jaxserve.lab.compare.run import RunSettings, decode_seconds, with_weights
 from jaxserve.lab.devices import Device
 from jaxserve.lab.hardware import DEVICES
-from jaxserve.lab.measure import COLLECTIVE_BYTES, ROWS, collective_times, matmul_rates
+from jaxserve.lab.measure import COLLECTIVE_BYTES, ROWS, collective_times, hand_over_times, matmul_rates
 from sharding import MeshShape, ensure_cpu_devices, make_mesh
 
 CPU_DEVICES = 4
@@ -59,7 +59,7 @@ def calibrate(num_devices: int | None = None) -> Device:
     shape = MeshShape(tensor=jax.device_count() if num_devices is None else num_devices)
     devices = make_mesh(shape).devices.flatten().tolist()
     kind = _known(devices[0])
-    times = tuple(collective_times(devices))
+    times = (*collective_times(devices), *hand_over_times(devices))
     logger.info("measured %d collectives", len(times))
     link = dataclasses.replace(kind.link, name=f"measured {kind.link.name}", measured=times, source="measured")
     rates = {dtype: tuple(matmul_rates(devices, dtype, link)) for dtype in _DTYPES[kind.platform]}

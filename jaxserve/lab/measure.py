@@ -100,9 +100,9 @@ def _blocks(devices: Sequence[Any], count: int, dtype: str) -> tuple[Callable[[i
 
 
 def collective_times(devices: Sequence[Any]) -> Iterator[tuple[str, int, int, float]]:
-    """Yield the time of each kind of collective over 2, 4, … devices, and of a copy from one device to another.
+    """Yield the time of each kind of collective over 2, 4, … devices.
 
-    All devices take part, in groups, at the same time.
+    All devices take part, in groups, at the same time; if they belong to several processes, each calls this.
 
     Yields:
         The kind, the number of devices, bytes of the result on each device, and seconds.
@@ -115,13 +115,18 @@ def collective_times(devices: Sequence[Any]) -> Iterator[tuple[str, int, int, fl
     }
     for (kind, count, num_bytes), time_s in _seconds_of(cases).items():
         yield kind, count, num_bytes // count if kind == "reduce-scatter" else num_bytes, time_s / _CHAIN
-    if len(devices) > 1:
-        given = {
-            num_bytes: jax.device_put(np.ones(num_bytes // 4, np.float32), devices[0]) for num_bytes in COLLECTIVE_BYTES
-        }
-        copies = {num_bytes: partial(jax.device_put, x, devices[1]) for num_bytes, x in given.items()}
-        for num_bytes, time_s in _seconds_of(copies).items():
-            yield "hand-over", 2, num_bytes, time_s
+
+
+def hand_over_times(devices: Sequence[Any]) -> Iterator[tuple[str, int, int, float]]:
+    """Yield the time of a copy from one device to another of this process, as ``collective_times`` does."""
+    if len(devices) < 2:
+        return
+    given = {
+        num_bytes: jax.device_put(np.ones(num_bytes // 4, np.float32), devices[0]) for num_bytes in COLLECTIVE_BYTES
+    }
+    copies = {num_bytes: partial(jax.device_put, x, devices[1]) for num_bytes, x in given.items()}
+    for num_bytes, time_s in _seconds_of(copies).items():
+        yield "hand-over", 2, num_bytes, time_s
 
 
 def _exchanges(devices: Sequence[Any], count: int, exchange: Exchange, num_bytes: int) -> Callable[[], Any]:

@@ -17,7 +17,7 @@ _MOST_BYTES = 1 << 16  # more than such a socket holds
 
 @contextlib.contextmanager
 def whole_wakeups(loop: AbstractEventLoop) -> Iterator[None]:
-    """Let readers of sockets that are added to an event loop in the block find one byte there: the rest is read before.
+    """Let readers of sockets that are added to an event loop in the block read all bytes that are there in one turn.
 
     gRPC adds its reader where the first server or channel of an event loop is made, so the block must make it. Without
     effect if there was one before, and harmless for versions of gRPC that read everything themselves.
@@ -29,7 +29,7 @@ def whole_wakeups(loop: AbstractEventLoop) -> Iterator[None]:
 
     def add(source: Any, callback: Callable[..., object], *args: Any) -> None:
         if isinstance(source, socket.socket):
-            add_reader(source, _read_all_but_one, source, callback, *args)
+            add_reader(source, _handle_all, source, callback, *args)
         else:
             add_reader(source, callback, *args)
 
@@ -40,10 +40,22 @@ def whole_wakeups(loop: AbstractEventLoop) -> Iterator[None]:
         del vars(loop)["add_reader"]
 
 
-def _read_all_but_one(source: socket.socket, callback: Callable[..., object], *args: Any) -> None:
-    """Read what is there but for one byte, which the callback reads."""
+def _handle_all(source: socket.socket, callback: Callable[..., object], *args: Any) -> None:
+    """Call what reads a byte and handles the queue as often as there are bytes now.
+
+    The first call handles all events, unless it fails at one, such as one of an event loop that is closed: the next
+    call goes on behind it. An error is raised after all calls.
+    """
+    num_waiting = 1
     with contextlib.suppress(BlockingIOError):  # another event loop was first
-        num_waiting = len(source.recv(_MOST_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        if num_waiting > 1:
-            source.recv(num_waiting - 1, socket.MSG_DONTWAIT)
-    callback(*args)
+        num_waiting = max(1, len(source.recv(_MOST_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)))
+    failure: Exception | None = None
+    for _ in range(num_waiting):
+        try:
+            callback(*args)
+        except BlockingIOError:
+            break  # another event loop has read the others
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure

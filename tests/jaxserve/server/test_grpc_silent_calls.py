@@ -176,30 +176,39 @@ def test_calls_of_another_connection_that_end_at_once_do_not_hold_up_a_call() ->
     run(main)
 
 
-@pytest.mark.parametrize("sizes", [[1], [200, 1], [5, 200]])
-def test_a_reader_finds_one_byte_however_many_there_are(sizes: Sequence[int]) -> None:
-    async def main() -> list[tuple[int, bytes]]:
-        loop = asyncio.get_running_loop()
+@pytest.mark.parametrize("fails_at", [None, 0, 2])
+def test_a_reader_is_called_for_all_bytes_in_one_turn(fails_at: int | None) -> None:
+    """Also behind an event at which it fails, such as one of an event loop that is closed."""
+    sizes = (1, 2, 250, 3)
+
+    async def main() -> tuple[list[bytes], int]:
         mine, other = socket.socketpair()
         mine.setblocking(False)
-        found = list[tuple[int, bytes]]()
+        loop, found, errors = asyncio.get_running_loop(), list[bytes](), list[Any]()
+        loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
 
         def read(number: int) -> None:
-            found.append((number, mine.recv(10)))
+            found.append(mine.recv(number))
+            if len(found) - 1 == fails_at:
+                raise RuntimeError("the event loop is closed")
 
         with whole_wakeups(loop):
-            loop.add_reader(mine, read, 7)
+            loop.add_reader(mine, read, 1)
         assert "add_reader" not in vars(loop)
         for size in sizes:
+            before = len(found)
             other.send(b"1" * size)
-            count = len(found) + 1
-            while len(found) < count:
+            while len(found) == before:
                 await asyncio.sleep(0)
+            assert len(found) == before + size
             for _ in range(5):  # it is not called again
                 await asyncio.sleep(0)
+            assert len(found) == before + size
         loop.remove_reader(mine)
         mine.close()
         other.close()
-        return found
+        return found, len(errors)
 
-    assert asyncio.run(main()) == [(7, b"1")] * len(sizes)
+    found, num_errors = asyncio.run(main())
+    assert found == [b"1"] * sum(sizes)
+    assert num_errors == (fails_at is not None)
