@@ -44,7 +44,7 @@ def _handle_all(source: socket.socket, callback: Callable[..., object], *args: A
     """Call what reads a byte and handles the queue as often as there are bytes now.
 
     The first call handles all events, unless it fails at one, such as one of an event loop that is closed: the next
-    call goes on behind it. An error is raised after all calls.
+    call goes on after it. An error is raised after all calls.
     """
     num_waiting = 1
     with contextlib.suppress(BlockingIOError):  # another event loop was first
