@@ -1,7 +1,6 @@
 """``jaxserve launch``: start the processes of a group on this machine, and end all when one ends."""
 
 import argparse
-import contextlib
 import dataclasses
 import logging
 import os
@@ -9,16 +8,16 @@ import secrets
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
+from typing import NoReturn
 
 from jaxserve.api.errors import ConfigError
 from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED, child_environment, end_of, shell_status
 from jaxserve.group.ports import LOOPBACK, PortPair
 from jaxserve.group.replicas import mesh_sizes, processes_of_each
-from jaxserve.group.settings import SECRET_BYTES
+from jaxserve.group.settings import SECRET_BYTES, call_when_closed
 
 logger = logging.getLogger(__name__)
 
@@ -118,19 +117,12 @@ def end_with(descriptor: int) -> None:
     Raises:
         ConfigError: There is no such descriptor.
     """
-    try:
-        os.set_inheritable(descriptor, False)
-    except OSError as error:
-        raise ConfigError(f"parent_fd: cannot read descriptor {descriptor}: {error.strerror}") from error
 
-    def wait() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(descriptor, 1):
-                pass
+    def end() -> NoReturn:
         logger.error("the process that started this one has ended; this one ends too")
         os._exit(EXIT_FAILED)
 
-    threading.Thread(target=wait, name="jaxserve-parent", daemon=True).start()
+    call_when_closed("parent_fd", descriptor, end)
 
 
 class Launcher:

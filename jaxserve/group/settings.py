@@ -268,10 +268,28 @@ def _read_file(path: str) -> bytes:
 def _read_pipe(descriptor: int, end: Callable[[], None]) -> bytes:
     """Read the secret from a pipe, and call ``end`` once its other side is closed."""
     try:
-        os.set_inheritable(descriptor, False)
         secret = os.read(descriptor, SECRET_BYTES)
     except OSError as error:
         raise ConfigError(f"group_secret_fd: cannot read descriptor {descriptor}: {error.strerror}") from error
+    call_when_closed("group_secret_fd", descriptor, end)
+    return secret
+
+
+def call_when_closed(setting: str, descriptor: int, end: Callable[[], None]) -> None:
+    """Call a function, on a thread of its own, once the other side of a pipe is closed. Children do not get the pipe.
+
+    Args:
+        setting: Where the descriptor comes from, for messages.
+        descriptor: This side of the pipe.
+        end: What to call.
+
+    Raises:
+        ConfigError: There is no such descriptor.
+    """
+    try:
+        os.set_inheritable(descriptor, False)
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot read descriptor {descriptor}: {error.strerror}") from error
 
     def wait() -> None:
         with contextlib.suppress(OSError):
@@ -280,7 +298,6 @@ def _read_pipe(descriptor: int, end: Callable[[], None]) -> bytes:
         end()
 
     threading.Thread(target=wait, name="jaxserve-launcher", daemon=True).start()
-    return secret
 
 
 def host_name() -> str:
