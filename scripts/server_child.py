@@ -61,6 +61,15 @@ def _engine_of(pid: int) -> int | None:
     return None
 
 
+def family(pid: int) -> list[int]:
+    """A process and all that it and its children have started."""
+    found = [pid]
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += family(int(child))
+    return found
+
+
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
     """Return settings with Python names as command-line flags."""
     flags = []

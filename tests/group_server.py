@@ -14,6 +14,7 @@ from typing import Any
 from jaxserve import LLM, RequestOutput, SamplingParams
 from jaxserve.client import Client
 from scripts.server_child import RunningServer
+from scripts.server_child import family as family
 from tests.server_process import running_server
 
 PROMPTS: tuple[str, ...] = ("12+30=", "reverse abc: ", "The dog", "5*7=")
@@ -108,15 +109,6 @@ def follower_pid(server: RunningServer, rank: int = 1) -> int:
         if f"--node-rank={rank}\0" in Path(f"/proc/{child}/cmdline").read_text():
             return int(child)
     raise AssertionError(f"process {launcher} has no follower of rank {rank}")
-
-
-def family(pid: int) -> list[int]:
-    """A process and all that it and its children have started."""
-    found = [pid]
-    with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            found += family(int(child))
-    return found
 
 
 def assert_gone(pids: list[int], within_s: float) -> None:
