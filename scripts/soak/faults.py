@@ -7,6 +7,7 @@ and the launcher live on, those of the engine and its followers are new, and mus
 
 import asyncio
 import collections
+import contextlib
 import itertools
 import os
 import random
@@ -21,10 +22,10 @@ from jaxserve.bench.serve.grpc import GrpcBackend, open_channels
 from jaxserve.bench.serve.http import HttpClient
 from jaxserve.bench.serve.openai import OpenAIBackend
 from jaxserve.bench.serve.records import BenchRequest, BenchServeError
-from scripts.server_child import RunningServer
-from scripts.soak.report import MIB, ZERO, Limit, Report, Sample
+from scripts.server_child import RunningServer, family
+from scripts.soak.report import MIB, Limit, Report, Sample
 from scripts.soak.requests import KnownPrompt
-from scripts.soak.watch import metric_values, process_values
+from scripts.soak.watch import metric_values, process_values, wait_until_quiet
 
 INTERVAL_S = 60.0
 BETWEEN_S = 0.05
@@ -33,6 +34,7 @@ REQUEST_LIMIT_S = 60.0
 """Of any request, whatever befalls the engine: the time limit of a step, and a margin for busy machines."""
 BACK_LIMIT_S = 120.0
 """Until the engine answers again."""
+QUIET_LIMIT_S = 30.0
 OUTAGE = re.compile(
     r"(HTTP 503|gRPC UNAVAILABLE|the stream ended with an error|status 503).*"
     r"(rank \d+ of its processes ended, failed or is late|was killed by SIG\w+|it sent nothing for 15 s and was killed|"
@@ -87,14 +89,10 @@ class Processes(NamedTuple):
         Raises:
             LookupError: Some have ended or do not run yet.
         """
-        found, waiting = dict[int, str](), [launcher]
-        while waiting:
-            pid = waiting.pop()
-            try:
+        found = dict[int, str]()
+        for pid in family(launcher):
+            with contextlib.suppress(OSError):  # it has just ended
                 found[pid] = Path(f"/proc/{pid}/cmdline").read_text()
-                waiting += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-            except OSError:
-                continue
 
         def one(sign: str) -> int:
             for pid, command in found.items():
@@ -129,7 +127,7 @@ async def run_faults(
     Returns:
         How often each fault happened, and the longest time until the engine answered again, in seconds.
     """
-    clients = _Clients(server, known, report, seed)
+    clients, watcher = _Clients(server, known, report, seed), HttpClient(server.http, {"Connection": "close"})
     start_s = time.monotonic()
     workers = [asyncio.create_task(clients.work(number, start_s + duration_s)) for number in range(num_workers)]
     counts, longest_s = collections.Counter[str](), 0.0
@@ -143,31 +141,21 @@ async def run_faults(
         counts[name] += 1
         longest_s = max(longest_s, await clients.back_s(name, began_s))
         await asyncio.sleep(max(0.0, interval_s - (time.monotonic() - began_s)))
-        report.samples.append(Sample(time.monotonic() - start_s, await _values(server)))
+        report.samples.append(Sample(time.monotonic() - start_s, await _values(server, watcher)))
     await asyncio.gather(*workers)
     report.duration_s = time.monotonic() - start_s
     await clients.close()
-    await _wait_until_idle(server)
-    report.after = await _values(server)
+    await watcher.close()
+    report.after = await wait_until_quiet(server, QUIET_LIMIT_S, read=_values)
     report.before = report.samples[0].values
     report.judge_rises(LIMITS)
     report.judge_zeros(report.after)
     return {"faults": dict(counts), "longest_outage_s": round(longest_s, 1)}
 
 
-async def _wait_until_idle(server: RunningServer, limit_s: float = 30.0) -> None:
-    until_s = time.monotonic() + limit_s
-    while time.monotonic() < until_s:
-        values = await _values(server)
-        if not any(values[name] for name in ZERO):
-            break
-        await asyncio.sleep(0.5)
-
-
-async def _values(server: RunningServer) -> dict[str, float]:
+async def _values(server: RunningServer, client: HttpClient) -> dict[str, float]:
     """Return what is noted: of all processes, of shared memory, and of the metrics."""
     found = Processes.below(server.process.pid)
-    client = HttpClient(server.http, {"Connection": "close"})
     values = await metric_values(client)
     for role in ("launcher", "front", "engine", "follower"):
         values |= process_values(role, getattr(found, role))

@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from jaxserve.bench.serve.http import HttpClient
@@ -13,6 +14,7 @@ from scripts.soak.report import ZERO, Sample
 
 _LINE = re.compile(r"^jaxserve:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _NAMES = {*ZERO, "compiles_after_ready_total", "requests_refused_total", "steps_total", "num_preemptions_total"}
+ReadValues = Callable[[RunningServer, HttpClient], Awaitable[dict[str, float]]]
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -82,19 +84,22 @@ async def watch(server: RunningServer, samples: list[Sample], interval_s: float)
         await client.close()
 
 
-async def wait_until_quiet(server: RunningServer, limit_s: float, settle_s: float = 0.0) -> dict[str, float]:
+async def wait_until_quiet(
+    server: RunningServer, limit_s: float, settle_s: float = 0.0, read: ReadValues = server_values
+) -> dict[str, float]:
     """Return the state of the server once it is idle, or at the time limit.
 
     Args:
         server: The server.
         limit_s: How long to wait at most.
         settle_s: How long it must have been quiet: idle connections are closed meanwhile.
+        read: Returns the observed numbers.
     """
     deadline_s = time.monotonic() + limit_s
     quiet_since_s: float | None = None
     while True:
         client = HttpClient(server.http, {**server.headers, "Connection": "close"})
-        values = await server_values(server, client)
+        values = await read(server, client)
         await client.close()
         now_s = time.monotonic()
         is_quiet = not any(values[name] for name in ZERO)
