@@ -18,6 +18,9 @@ from jaxserve.api.errors import RequestError
 T = TypeVar("T")
 Values = dict[str, Any]
 
+_SCALARS = frozenset((type(None), bool, int, float))
+"""Types of JSON values that are copied as they are."""
+
 
 def checks_fields(
     check: Callable[[Values], Values], each: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType({})
@@ -179,7 +182,7 @@ def instance_of(cls: type[T], name: str, value: object) -> T:
     return cls(**{text(name, key): fields[key] for key in fields})
 
 
-def json_copy(name: str, value: object, max_nesting: int, _level: int = 1) -> Any:
+def json_copy(name: str, value: Any, max_nesting: int, _level: int = 1) -> Any:
     """Return a copy of a JSON value: None, booleans, numbers, strings, lists, and dicts with string keys.
 
     Args:
@@ -187,22 +190,33 @@ def json_copy(name: str, value: object, max_nesting: int, _level: int = 1) -> An
       value: Tuples count as lists.
       max_nesting: Deepest nesting of lists and dicts; a list of numbers is 1 deep.
     """
-    if value is None or isinstance(value, bool):
+    kind, given = type(value), value
+    if kind in _SCALARS or (type(value) is str and value.isascii()):
         return value
+    is_object = kind is dict or (kind is not list and isinstance(value, Mapping))
+    if not is_object and kind is not list and not isinstance(value, list | tuple):
+        return _json_scalar(name, given)
+    if _level > max_nesting:
+        raise RequestError(f"{name} is nested too deeply: expected at most {max_nesting} levels", parameter=name)
+    if not is_object:
+        return [json_copy(name, item, max_nesting, _level + 1) for item in given]
+    copied: dict[str, Any] = {}
+    for key, item in given.items():
+        if type(key) is not str or not key.isascii():
+            text(f"a key of {name}", key)
+        copied[key] = json_copy(name, item, max_nesting, _level + 1)
+    return copied
+
+
+def _json_scalar(name: str, value: object) -> str | int | float:
+    """Return a string, or a number of any library as Python's own."""
     if isinstance(value, str):
         return text(name, value)
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
-    if not isinstance(value, Mapping | list | tuple):
-        raise wrong_field(name, value, f"must hold JSON values, got {type(value).__name__}")
-    if _level > max_nesting:
-        raise RequestError(f"{name} is nested too deeply: expected at most {max_nesting} levels", parameter=name)
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value)
-        return {text(f"a key of {name}", key): json_copy(name, items[key], max_nesting, _level + 1) for key in items}
-    return [json_copy(name, item, max_nesting, _level + 1) for item in cast("Sequence[Any]", value)]
+    raise wrong_field(name, value, f"must hold JSON values, got {type(value).__name__}")
 
 
 def parse_json(name: str, value: str, max_nesting: int) -> Any:

@@ -23,6 +23,7 @@ from jaxserve.device.build import EnginePlan, plan_engine
 from jaxserve.device.program_cache import check_entries, use_compilation_cache
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.start import make_runners
+from jaxserve.garbage import lasting_objects_replaced, spare_lasting_objects
 from jaxserve.group.connection import join_leader
 from jaxserve.group.digests import Digests
 from jaxserve.group.facts import agreed_plan, early_facts, plan_facts
@@ -253,11 +254,13 @@ class Follower:
                 self._steps.put((message.number, message.plans))
             elif isinstance(message, WarmUp):
                 self._runner.warm_up()
+                spare_lasting_objects()
             elif isinstance(message, Prepare | MoveAgreed | Dismiss):
                 self._moves.prepare(message)
             elif isinstance(message, Move):
                 self._steps.join()
-                self._runner = self._moves.move(self._runner, message)
+                with lasting_objects_replaced():
+                    self._runner = self._moves.move(self._runner, message)
                 self._ranks = StageRanks.of(self._moves.plan)
                 self._forget()
             elif isinstance(message, Write):

@@ -1,11 +1,14 @@
 """The bytes of host memory that everything admitted takes, in all processes of the server, and their limit."""
 
+from typing import Any
+
 from jaxserve.api.errors import RequestError
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.packed_logprobs import PackedLogprobs
 from jaxserve.api.rendering import MEMORY_BYTES
 from jaxserve.api.request import Request
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.structured_params import KINDS
 from jaxserve.server.auth import Caller
 from jaxserve.server.errors import OutOfMemoryError
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
@@ -23,6 +26,8 @@ _TOKENIZING_BYTES = 130
 """A byte of a text while it is tokenized, where each is a token: the tokenizer keeps how it changed the text."""
 _TOKEN_BYTES = 100
 """A token id of a prompt: an object and its places in lists, here and in the engine process."""
+_ITEM_BYTES = 4
+"""Brackets, quotes and commas of a value of an object or array, which are written and read again."""
 _OUTPUT_TOKEN_BYTES = 40
 _SAMPLE_BYTES = 4096
 _OPTION_BYTES = 250
@@ -126,7 +131,8 @@ def _option_bytes(params: SamplingParams, num_tokens: int, model: model_pb2.Mode
     num_bytes = _OPTION_BYTES * sum(map(len, filter(None, listed)))
     texts = (*params.stop_strings, *(params.bad_words or ()))
     num_bytes += sum(_TEXT_COPIES * len(text) + _OPTION_BYTES for text in texts)
-    num_bytes += _TEXT_COPIES * len(repr(params.structured_outputs)) if params.structured_outputs else 0
+    if params.structured_outputs is not None:
+        num_bytes += _TEXT_COPIES * _size([getattr(params.structured_outputs, kind) for kind in KINDS])
     if params.prompt_logprobs is not None:
         num_bytes += _PROMPT_LOGPROB_BYTES * num_tokens * _width(params.prompt_logprobs, model)
     if params.num_logprobs is not None:
@@ -152,15 +158,18 @@ def _logprob_bytes(logprobs: object) -> int:
     return _OUTPUT_TOKEN_BYTES * logprobs.num_entries if isinstance(logprobs, PackedLogprobs) else 0
 
 
-def _size(value: object) -> int:
-    """Return the bytes, in UTF-8, of all texts in a JSON value."""
+def _size(value: Any) -> int:
+    """Return the bytes, in UTF-8, of all texts in a JSON value, and some for each value in an object or array."""
     total, parts = 0, [value]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, str):
+    for part in parts:  # which grows meanwhile
+        kind = type(part)
+        if kind is str:
             total += len(part) if part.isascii() else len(part.encode("utf-8", "surrogatepass"))
-        elif isinstance(part, dict):
-            parts += part.values()
-        elif isinstance(part, list):
+        elif kind is dict:
             parts += part
+            parts += part.values()
+            total += _ITEM_BYTES * len(part)
+        elif kind is list or kind is tuple:
+            parts += part
+            total += _ITEM_BYTES * len(part)
     return total

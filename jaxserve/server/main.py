@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from jaxserve.api.errors import EngineDeadError, JaxserveError
+from jaxserve.garbage import spare_lasting_objects
 from jaxserve.group.replicas import ReplicaGroups
 from jaxserve.group.settings import GroupPlace
 from jaxserve.server.audit import audit_file
@@ -99,6 +100,7 @@ class ServerLife:
                 if not await self._unless_told(starting):
                     await self._stop_engine()
                     return EXIT_ENGINE_DEAD if self._has_lost_http else 0
+                spare_lasting_objects()
                 self._open()
                 try:
                     # May fail: the engine ends all the same. With its line end in one piece, no line of the log can

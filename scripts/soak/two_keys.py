@@ -5,6 +5,7 @@ the hostile one had, running or waiting. Meanwhile a third key's requests are ti
 """
 
 import asyncio
+import itertools
 import json
 import random
 import sys
@@ -85,13 +86,17 @@ async def compare(
         report.complain(f"all processes took {peak.num_bytes / MIB:.0f} MiB, more than {limit_bytes / MIB:.0f} MiB")
     num_sequences = round(np.mean([sample.values["texts_in_flight"] for sample in report.samples]))
     polite = await _beside(await other.begin("polite", duration_s, num_sequences), measured)
-    worst_s, allowed_s = max(hostile), max(polite) + TIME_LIMIT_S
+    all_hostile, all_polite = [*itertools.chain(*hostile.values())], [*itertools.chain(*polite.values())]
+    worst_s, allowed_s = max(all_hostile), max(all_polite) + TIME_LIMIT_S
     if worst_s > allowed_s:
         report.complain(f"a first token came after {worst_s:.2f} s beside the hostile key, more than {allowed_s:.2f} s")
     return {
-        "ratio_p99": float(np.percentile(hostile, 99) / np.percentile(polite, 99)),
-        "hostile": percentiles(hostile),
-        "polite": percentiles(polite),
+        "ratio_p99": float(np.percentile(all_hostile, 99) / np.percentile(all_polite, 99)),
+        "hostile": percentiles(all_hostile),
+        "polite": percentiles(all_polite),
+        "by_kind": {
+            name: {"hostile": percentiles(hostile[name]), "polite": percentiles(polite[name])} for name in hostile
+        },
         "num_sequences": num_sequences,
         "rest_bytes": rest_bytes,
         "peak_bytes": peak.num_bytes,
@@ -105,8 +110,8 @@ def percentiles(times_s: list[float]) -> dict[str, float]:
     return {"num_requests": len(times_s), **found}
 
 
-async def _beside(sending: "asyncio.Task[None]", measured: "_Measured") -> list[float]:
-    """Return the times of the measured key's requests while the other one sends."""
+async def _beside(sending: "asyncio.Task[None]", measured: "_Measured") -> dict[str, list[float]]:
+    """Return the times of the measured key's requests, by kind, while the other one sends."""
     try:
         return await measured.run(sending)
     finally:
@@ -174,8 +179,8 @@ class _Measured:
         self._generator = random.Random(seed)
         self._headers = {"Authorization": f"Bearer {KEYS['measured']}"}
 
-    async def run(self, until: "asyncio.Task[None]") -> list[float]:
-        """Send requests, at random times, until a task is done; return the seconds to the first token of each."""
+    async def run(self, until: "asyncio.Task[None]") -> dict[str, list[float]]:
+        """Send requests, at random times, until a task is done; return the seconds to the first tokens, by kind."""
         client, channels = HttpClient(self._server.http, self._headers), open_channels(self._server.grpc, 1)
         chat = {"temperature": 0}
         metadata = {"authorization": self._headers["Authorization"]}
@@ -184,7 +189,7 @@ class _Measured:
             "measured grpc": (GrpcBackend(channels, "", {"temperature": 0.0, "ignore_eos": True}, {}, metadata), False),
             "measured chat": (OpenAIBackend(client, "/v1/chat/completions", "", chat), True),
         }
-        times_s: list[float] = []
+        times_s: dict[str, list[float]] = {name: [] for name in backends}
 
         async def send(name: str, known: KnownPrompt) -> None:
             backend, is_chat = backends[name]
@@ -192,7 +197,7 @@ class _Measured:
             is_right = response.is_success and response.text == (known.chat if is_chat else known.text)
             self._report.note(name, "completed" if is_right else "wrong")
             if is_right:
-                times_s.append(response.ttft_s)
+                times_s[name].append(response.ttft_s)
             else:
                 self._report.complain(f"{name}: {response.error or repr(response.text)}")
 

@@ -28,6 +28,7 @@ from jaxserve.engine.resharding import Resharder
 from jaxserve.engine.startup import StartedEngine, start_engine
 from jaxserve.engine.stats_log import StatsLogger
 from jaxserve.frames import HEADER, FrameError, check_length
+from jaxserve.garbage import lasting_objects_replaced, spare_lasting_objects
 from jaxserve.group.leader import Leader
 from jaxserve.group.settings import GroupPlace
 from jaxserve.log_output import LogFormat, installed_handler, queued_log
@@ -227,10 +228,12 @@ def _serve(start: Start, inbox: Inbox, outbox: Outbox, leaders: list[Leader]) ->
         return dataclasses.replace(info, **named, text_bound=tokenizer.text_bound)
 
     def reshard(mesh: str | None, layout: str | None) -> Resharded:
-        report = resharder.reshard(mesh, layout, loop.run, loop.deliver)
+        with lasting_objects_replaced():
+            report = resharder.reshard(mesh, layout, loop.run, loop.deliver)
         return dataclasses.asdict(report), describe(), resharder.moved
 
     serving = Serving(started, loop, outbox, template, reshard)
+    spare_lasting_objects()
     inbox.hand_to(serving)
     faulthandler.cancel_dump_traceback_later()
     outbox.send(describe())

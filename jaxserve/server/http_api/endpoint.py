@@ -65,7 +65,7 @@ class HttpCall:
         return read_json(self.raw)
 
     async def read(self, make: Callable[[], Result]) -> Result:
-        """Call what parses and checks the body and makes something of it: on a thread if the body is long."""
+        """Call what parses or checks the body, or measures what was made of it: on a thread if the body is long."""
         is_long = len(self.raw) > _LONG_BODY_BYTES
         return await self.frontend.long_work.run(self.caller.turn, make) if is_long else make()
 

@@ -1,9 +1,8 @@
 """The outputs of several requests of one call, as they come."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import TypeVar
 
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.request import Request
@@ -13,20 +12,16 @@ from jaxserve.server.request_log import RequestEntry
 
 _AT_ONCE = 32
 """Requests that are looked at before other work of the event loop has its turn."""
-_Item = TypeVar("_Item")
 
 
 async def make_entries(call: HttpCall, requests: Sequence[Request]) -> list[RequestEntry]:
     """Return the entries of requests, as ``Frontend.entry``; the event loop goes on meanwhile."""
-    return [call.frontend.entry(call.caller, request) async for request in _with_turns(requests)]
-
-
-async def _with_turns(items: Iterable[_Item]) -> AsyncGenerator[_Item, None]:
-    """Yield items; now and then, other work of the event loop has its turn."""
-    for number, item in enumerate(items, start=1):
-        yield item
+    entries = list[RequestEntry]()
+    for number, request in enumerate(requests, start=1):
+        entries.append(call.frontend.entry(call.caller, request))
         if not number % _AT_ONCE:
             await asyncio.sleep(0)
+    return entries
 
 
 async def generate_all(
@@ -40,7 +35,7 @@ async def generate_all(
         JaxserveError: As ``Ledger.admit`` and ``Frontend.generate``.
     """
     frontend = call.frontend
-    num_bytes = sum([request_bytes(entry.request, frontend.info.model) async for entry in _with_turns(entries)])
+    num_bytes = await call.read(lambda: sum(request_bytes(entry.request, frontend.info.model) for entry in entries))
     with frontend.ledger.admit(call.caller, sum(entry.request.params.n for entry in entries), num_bytes):
         if len(entries) == 1:
             async with aclosing(frontend.generate(entries[0])) as outputs:
