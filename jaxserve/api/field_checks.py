@@ -190,8 +190,7 @@ def json_copy(name: str, value: Any, max_nesting: int, _level: int = 1) -> Any:
       value: Tuples count as lists.
       max_nesting: Deepest nesting of lists and dicts; a list of numbers is 1 deep.
     """
-    kind: type[object] = type(value)
-    given = value
+    kind, given = value.__class__, value
     if kind in _SCALARS or (type(value) is str and value.isascii()):
         return value
     is_object = kind is dict or (kind is not list and isinstance(value, Mapping))

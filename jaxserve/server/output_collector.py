@@ -48,14 +48,14 @@ class OutputCollector:
             self._changed.set()
 
     async def get(self) -> RequestOutput:
-        """Wait for an output; return everything since the last call.
+        """Wait for an output; return everything since the last call. Call it no more once it has raised an error.
 
         Raises:
             JaxserveError: The request failed, or its deadline has passed and the engine process did not notice.
         """
         while self._unread is None:
             if self._error is not None:
-                raise self._error
+                raise self._take_error()
             self._changed.clear()
             try:
                 async with asyncio.timeout_at(self._limit_s):
@@ -64,6 +64,12 @@ class OutputCollector:
                 raise late(self.timeout_s) from None
         output, self._unread = self._unread, None
         return output
+
+    def _take_error(self) -> Exception:
+        """Return the error, and forget it: its traceback will have the frame of the reader, which has this object."""
+        assert self._error is not None
+        error, self._error = self._error, None
+        return error
 
 
 def _joined(first: RequestOutput, then: RequestOutput) -> RequestOutput:

@@ -69,6 +69,7 @@ class Renderers:
         finally:
             del self._names[rendering]
             rendering.cancel()
+            del rendering  # else its error, whose traceback has this frame, would be garbage with the conversation
 
     def abort(self, names: Collection[str]) -> list[str]:
         """Stop rendering the conversations of these names; return those that were rendered."""

@@ -47,14 +47,13 @@ async def generate_all(
         queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(1)
 
         async def forward(index: int, entry: RequestEntry) -> None:
-            end: Exception | None = None
             try:
                 async with aclosing(frontend.generate(entry)) as outputs:
                     async for output in outputs:
                         await queue.put((index, output))
+                await queue.put((index, None))
             except Exception as error:
-                end = error
-            await queue.put((index, end))
+                await queue.put((index, error))
 
         tasks = [asyncio.create_task(forward(index, entry)) for index, entry in enumerate(entries)]
         try:
@@ -62,7 +61,10 @@ async def generate_all(
             while num_left:
                 index, output = await queue.get()
                 if isinstance(output, Exception):
-                    raise output
+                    try:
+                        raise output
+                    finally:
+                        del output  # else the error, whose traceback has this frame, would be garbage with all requests
                 if output is None:
                     num_left -= 1
                 else:

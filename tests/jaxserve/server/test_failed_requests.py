@@ -1,0 +1,85 @@
+"""A request that failed leaves nothing that only a garbage collection frees: its body may be long."""
+
+import asyncio
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jaxserve import RequestError
+from jaxserve.server.errors import UnavailableError
+from jaxserve.server.http_api.endpoint import HttpCall
+from jaxserve.server.output_collector import OutputCollector
+from jaxserve.server.proto.jaxserve.v1 import model_pb2
+from jaxserve.server.renderers import Renderers
+from jaxserve.server.wire import EngineInfo
+from tests.jaxserve.server.http_fakes import CHAT, FakeEngine, make_server
+from tests.observed_engine import ANYBODY
+
+PROMPTS = {"prompt": ["a", "b", "bad"]}
+
+
+@pytest.fixture(autouse=True)
+def _without_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {"prompt": 3}, 400),
+        ("/v1/completions", {"prompt": "bad"}, 400),
+        ("/v1/completions", PROMPTS, 400),
+        ("/v1/completions", {"prompt": "a", "n": 5, "temperature": 1}, 400),
+        ("/v1/chat/completions", {"messages": CHAT, "n": 4, "temperature": 1}, 429),
+        ("/v1/embeddings", {"input": ["a", "bad"]}, 400),
+    ],
+)
+def test_over_http(path: str, body: dict[str, Any], status: int, is_streamed: bool) -> None:
+    engine = FakeEngine()
+    engine.fails_on = {"bad"}
+    server = make_server(engine, limit=4)
+    with contextlib.ExitStack() as stack:
+        if status == 429:
+            stack.enter_context(server.frontend.ledger.admit(ANYBODY))
+        stream = {"stream": True} if is_streamed and "input" not in body else {}
+        answer = server.post(path, {**body, **stream})
+    assert answer.status == status, answer.body
+    assert not [one for one in gc.get_objects() if isinstance(one, HttpCall)]
+
+
+def test_of_the_engine_process() -> None:
+    async def fail() -> "weakref.ref[OutputCollector]":
+        collector = OutputCollector()
+        collector.fail(UnavailableError("lost"))
+        with contextlib.suppress(UnavailableError):
+            await collector.get()
+        return weakref.ref(collector)
+
+    assert asyncio.run(fail())() is None
+
+
+def test_of_a_template() -> None:
+    class Chat(dict[str, Any]):
+        pass
+
+    renderers = Renderers(10.0)
+    info = EngineInfo(model_pb2.Model(), {}, None, {"default": "{{ nothing() }}"}, None, {})
+
+    async def fail() -> "weakref.ref[Chat]":
+        chat = Chat(messages=CHAT)
+        with contextlib.suppress(RequestError):
+            await renderers.render(chat, info)
+        return weakref.ref(chat)
+
+    chat = asyncio.run(fail())
+    renderers.end(UnavailableError("over"))
+    renderers.close()
+    assert chat() is None
