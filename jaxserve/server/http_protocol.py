@@ -118,6 +118,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """A client has connected."""
+        self._transport_below = transport
         peer: Any = transport.get_extra_info("peername")
         address = str(peer[0]) if isinstance(peer, tuple) and peer else ""
         if self._connections is not None and not self._connections.enter(address):
@@ -133,7 +134,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
+        # Else a garbage collection would have to find them: a transport that has one of its own methods, which ``close``
+        # drops from Python 3.12 on, and a parser that has this protocol.
+        vars(self._transport_below)["_read_ready_cb"] = None
         if self._address is None:
+            self.parser = None
             return
         if self._connections is not None:
             self._connections.leave(self._address)

@@ -1,8 +1,9 @@
-"""A request that failed leaves nothing that only a garbage collection frees: its body may be long."""
+"""A request that failed, or a connection that ended, leaves nothing that only a garbage collection frees."""
 
 import asyncio
 import contextlib
 import gc
+import socket
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from jaxserve import RequestError
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.http_api.endpoint import HttpCall
+from jaxserve.server.http_listener import http_listening
 from jaxserve.server.output_collector import OutputCollector
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 from jaxserve.server.renderers import Renderers
@@ -53,6 +55,38 @@ def test_over_http(path: str, body: dict[str, Any], status: int, is_streamed: bo
         answer = server.post(path, {**body, **stream})
     assert answer.status == status, answer.body
     assert not [one for one in gc.get_objects() if isinstance(one, HttpCall)]
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_connections(is_full: bool) -> None:
+    def num_transports() -> int:
+        return sum(isinstance(one, asyncio.Transport) for one in gc.get_objects())
+
+    async def respond(address: str) -> bytes:
+        loop, (host, port) = asyncio.get_running_loop(), address.removeprefix("http://").split(":")
+        with socket.socket() as client:
+            client.setblocking(False)
+            await loop.sock_connect(client, (host, int(port)))
+            await loop.sock_sendall(client, b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            return await loop.sock_recv(client, 1000)
+
+    async def main() -> None:
+        server = make_server(port=0, grpc_port=-1, max_connections=1)
+        async with http_listening(server.frontend) as address:
+            before = num_transports()
+            if is_full:
+                _, held = await asyncio.open_connection(*address.removeprefix("http://").split(":"))
+                await asyncio.sleep(0)
+                before += 2
+            status = b"503" if is_full else b"200"
+            for _ in range(5):
+                assert (await respond(address)).startswith(b"HTTP/1.1 " + status)
+                while num_transports() > before:
+                    await asyncio.sleep(0.01)
+            if is_full:
+                held.close()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_of_the_engine_process() -> None:
