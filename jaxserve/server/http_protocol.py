@@ -134,9 +134,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
-        # Else a garbage collection would have to find them: a transport that has one of its own methods, which ``close``
-        # drops from Python 3.12 on, and a parser that has this protocol.
-        vars(self._transport_below)["_read_ready_cb"] = None
+        vars(self._transport_below)["_read_ready_cb"] = None  # else it is in a cycle, with Python before 3.12
         if self._address is None:
             self.parser = None
             return

@@ -74,17 +74,16 @@ def test_connections(is_full: bool) -> None:
         server = make_server(port=0, grpc_port=-1, max_connections=1)
         async with http_listening(server.frontend) as address:
             before = num_transports()
-            if is_full:
-                _, held = await asyncio.open_connection(*address.removeprefix("http://").split(":"))
-                await asyncio.sleep(0)
-                before += 2
-            status = b"503" if is_full else b"200"
-            for _ in range(5):
-                assert (await respond(address)).startswith(b"HTTP/1.1 " + status)
-                while num_transports() > before:
-                    await asyncio.sleep(0.01)
-            if is_full:
-                held.close()
+            with socket.create_connection(address.removeprefix("http://").split(":")) as held:
+                if is_full:
+                    before += 1
+                else:
+                    held.close()
+                await asyncio.sleep(0.05)
+                for _ in range(5):
+                    assert (await respond(address)).startswith(b"HTTP/1.1 503" if is_full else b"HTTP/1.1 200")
+                    while num_transports() > before:
+                        await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(main(), 10))
 
