@@ -62,26 +62,26 @@ def test_connections(is_full: bool) -> None:
     def num_transports() -> int:
         return sum(isinstance(one, asyncio.Transport) for one in gc.get_objects())
 
-    async def respond(address: str) -> bytes:
-        loop, (host, port) = asyncio.get_running_loop(), address.removeprefix("http://").split(":")
+    async def respond(port: int) -> bytes:
+        loop = asyncio.get_running_loop()
         with socket.socket() as client:
             client.setblocking(False)
-            await loop.sock_connect(client, (host, int(port)))
+            await loop.sock_connect(client, ("127.0.0.1", port))
             await loop.sock_sendall(client, b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             return await loop.sock_recv(client, 1000)
 
     async def main() -> None:
         server = make_server(port=0, grpc_port=-1, max_connections=1)
         async with http_listening(server.frontend) as address:
-            before = num_transports()
-            with socket.create_connection(address.removeprefix("http://").split(":")) as held:
+            before, port = num_transports(), int(address.rpartition(":")[2])
+            with socket.create_connection(("127.0.0.1", port)) as held:
                 if is_full:
                     before += 1
                 else:
                     held.close()
                 await asyncio.sleep(0.05)
                 for _ in range(5):
-                    assert (await respond(address)).startswith(b"HTTP/1.1 503" if is_full else b"HTTP/1.1 200")
+                    assert (await respond(port)).startswith(b"HTTP/1.1 503" if is_full else b"HTTP/1.1 200")
                     while num_transports() > before:
                         await asyncio.sleep(0.01)
 
