@@ -162,8 +162,9 @@ def test_a_replica_on_each_host_and_a_link_that_goes_down(
         front_end = stack.enter_context(started(first.words, logs[0], *flags, *role))
         server = when_ready(front_end, logs[0])
         assert f"rank 1 (host {second.name}, " in logs[0].read_text()
-        found = answers(server)
-        assert_same(found, expected(num_devices=1, dtype="auto"))
+        found, of_one_engine = answers(server), expected(num_devices=1, dtype="auto")
+        assert_same(found, of_one_engine)
+        assert_same(grpc_answers(server), of_one_engine)
         up = [f'jaxserve:group_up{{model_name="demo",engine="{index}"}} 1' for index in range(2)]
         assert [line in text_of(server, "/metrics") for line in up] == [True, True]
         processes = family(node.pid)

@@ -146,14 +146,16 @@ def test_each_actor_is_a_group(cluster: tuple[int, dict[str, str]], tmp_path: Pa
     log = tmp_path / "log"
     with started((), log, *GROUPS, environment=environment) as process:
         server = when_ready(process, log)
-        found = answers(server)
+        found, over_grpc = answers(server), grpc_answers(server)
         assert text_of(server, "/metrics").count("jaxserve:group_up{") == 2
         processes = [pid for each in members(head) for pid in family(each)]
         process.send_signal(signal.SIGTERM)
         assert process.wait(LAST_WORDS_S) == 0, log.read_text()
         assert_gone(processes, within_s=10)
     with LLM("demo", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256) as llm:
-        assert_same(found, expected_answers(llm))
+        expected = expected_answers(llm)
+    assert_same(found, expected)
+    assert_same(over_grpc, expected)
 
 
 @needs_ray

@@ -100,7 +100,7 @@ def test_a_killed_engine_leaves_the_other_group(slurm: dict[str, str], secret: t
     flags = ("--launcher", "slurm", "--data-parallel-size", "2", "--restart-engine", *ENGINE, *secret)
     with started(words, log, *flags, environment=slurm) as process:
         server = when_ready(process, log)
-        found = answers(server)
+        found, over_grpc = answers(server), grpc_answers(server)
         (node,) = map(int, re.findall(r"rank 1 \(host \S+, process (\d+)\) has joined", log.read_text()))
         task = int(Path(f"/proc/{node}/stat").read_text().rpartition(")")[2].split()[1])
         kill(next(filter(is_engine, family(task))))
@@ -118,6 +118,10 @@ def test_a_killed_engine_leaves_the_other_group(slurm: dict[str, str], secret: t
         assert process.wait(LAST_WORDS_S) == 128 + signal.SIGKILL, log.read_text()
     while jobs(slurm):
         time.sleep(0.2)
+    with LLM("demo", max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256) as llm:
+        expected = expected_answers(llm)
+    assert_same(found, expected)
+    assert_same(over_grpc, expected)
 
 
 def test_a_batch_script_is_no_task(slurm: dict[str, str], secret: tuple[str, str], tmp_path: Path) -> None:
