@@ -1,5 +1,7 @@
 """The bytes of host memory that everything admitted takes, in all processes of the server, and their limit."""
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxserve.api.errors import RequestError
@@ -88,6 +90,15 @@ class ByteBudget:
         """Release bytes."""
         self.note(caller.name, -num_bytes)
 
+    @contextlib.contextmanager
+    def held(self, name: str, num_bytes: int) -> Iterator[None]:
+        """Count bytes of a caller that cannot be refused while the block runs."""
+        self.note(name, num_bytes)
+        try:
+            yield
+        finally:
+            self.note(name, -num_bytes)
+
     def note(self, name: str, num_bytes: int) -> None:
         """Count bytes of a caller that cannot be refused, or that are released if the number is negative."""
         self._taken.add(name, num_bytes)
@@ -148,10 +159,16 @@ def _width(num_logprobs: int, model: model_pb2.Model) -> int:
 
 def output_bytes(output: RequestOutput) -> int:
     """Estimate the bytes of an output that waits to be written."""
-    num_bytes = _OUTPUT_TOKEN_BYTES * len(output.prompt_token_ids) + _logprob_bytes(output.prompt_logprobs)
+    num_items = len(output.prompt_token_ids) + len(output.embedding or ())
+    num_bytes = _OUTPUT_TOKEN_BYTES * num_items + _logprob_bytes(output.prompt_logprobs)
     for one in output.outputs:
         num_bytes += len(one.text) + _OUTPUT_TOKEN_BYTES * len(one.token_ids) + _logprob_bytes(one.logprobs)
     return num_bytes
+
+
+def conversion_output_bytes(num_tokens: int, texts: Iterable[str] = ()) -> int:
+    """Estimate the bytes of token ids, and of their texts, that wait to be written."""
+    return _OUTPUT_TOKEN_BYTES * num_tokens + sum(_OUTPUT_TOKEN_BYTES + len(text) for text in texts)
 
 
 def _logprob_bytes(logprobs: object) -> int:

@@ -186,12 +186,8 @@ class Frontend:
                     entry.add(output)
                     if any(one.finish_reason == "error" for one in output.outputs):
                         raise RequestFailedError(output.error or "the engine failed at this request")
-                    memory, num_bytes = self.ledger.memory, output_bytes(output)
-                    memory.note(entry.caller, num_bytes)
-                    try:
+                    with self.ledger.memory.held(entry.caller, output_bytes(output)):
                         yield output
-                    finally:
-                        memory.note(entry.caller, -num_bytes)
 
 
 def new_request_id(prefix: str) -> str:

@@ -11,15 +11,23 @@ from jaxserve.api.turns import FairThreads, Turn
 
 MAX_ENTRIES_ON_LOOP = 4096
 """Entries of an output that are written on the event loop; more are written on a thread."""
+LONG_MESSAGE_BYTES = 1 << 16
+"""Longer bodies and messages are read on a thread."""
 _NUM_THREADS = 2
 """One for a key, and one for all others. They run Python, of which more threads at a time do no more."""
 Result = TypeVar("Result")
 
 
-def is_long(output: RequestOutput) -> bool:
-    """Whether an output has more log-probabilities than may be written on the event loop."""
+def num_entries(output: RequestOutput) -> int:
+    """Return the number of tokens and log-probabilities of an output."""
     found = (output.prompt_logprobs, *(one.logprobs for one in output.outputs))
-    return sum(each.num_entries for each in found if isinstance(each, PackedLogprobs)) > MAX_ENTRIES_ON_LOOP
+    num_logprobs = sum(each.num_entries for each in found if isinstance(each, PackedLogprobs))
+    return num_logprobs + sum(len(one.token_ids) for one in output.outputs)
+
+
+def is_long(output: RequestOutput) -> bool:
+    """Whether an output has more tokens and log-probabilities than may be written on the event loop."""
+    return num_entries(output) > MAX_ENTRIES_ON_LOOP
 
 
 class LongWork:
@@ -38,6 +46,19 @@ class LongWork:
         """
         context = contextvars.copy_context()
         return await asyncio.wrap_future(self._threads.submit(context.run, function, *arguments, turn=turn))
+
+    async def read(self, turn: Turn, num_bytes: int, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call a function that reads a message: on a thread if that is long.
+
+        Args:
+            turn: Whose turn it takes.
+            num_bytes: Length of the message.
+            function: The function.
+            *arguments: Its arguments.
+        """
+        if num_bytes > LONG_MESSAGE_BYTES:
+            return await self.run(turn, function, *arguments)
+        return function(*arguments)
 
     async def write_output(self, turn: Turn, output: RequestOutput, write: Callable[..., Result], *more: Any) -> Result:
         """Call ``write`` with an output, whose log-probabilities it reads: on a thread if they are many.

@@ -1,11 +1,10 @@
 """``GenerationService``: completions, whole or streamed; and the parts of a request that other services share."""
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from jaxserve.api.errors import DeadlineError, EngineDeadError, RequestError
+from jaxserve.api.errors import EngineDeadError, RequestError
 from jaxserve.api.field_checks import token_ids
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.request import Request
@@ -16,6 +15,7 @@ from jaxserve.server.chat import ChatParser, chat_request, check_variables
 from jaxserve.server.frontend import Frontend, sampling_params
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL
 from jaxserve.server.grpc_api.open_streams import Context
+from jaxserve.server.grpc_api.reader_pace import ReaderPace
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
 from jaxserve.server.proto_codec import completion_to_proto, given_fields, prompt_to_proto, read_json
 from jaxserve.server.request_log import RequestEntry
@@ -35,9 +35,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> generation_pb2.GenerateResponse:
         """Generate completions and return them whole."""
-        entry, parser = self._read_request(request, RequestOutputKind.FINAL_ONLY, context.time_remaining())
+        entry, parser, num_bytes = await self._read(request, RequestOutputKind.FINAL_ONLY, context.time_remaining())
         writer = _ResponseWriter(parser, entry, request.return_prompt)
-        async with self._outputs(entry, context) as outputs:
+        async with self._outputs(entry, num_bytes, context) as outputs:
             async for output in outputs:
                 if output.finished:
                     response = generation_pb2.GenerateResponse(request_id=CURRENT_CALL.get().request_id)
@@ -51,39 +51,37 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         if interval < 1:
             message = f"stream_interval must be at least 1, got {interval}"
             raise RequestError(message, parameter="stream_interval", value=interval)
-        entry, parser = self._read_request(
-            request.request, RequestOutputKind.DELTA, context.time_remaining(), stream_interval=interval
+        entry, parser, num_bytes = await self._read(
+            request.request, RequestOutputKind.DELTA, context.time_remaining(), interval
         )
         writer = _ResponseWriter(parser, entry, request.request.return_prompt)
-        limit_s = self._frontend.config.stall_timeout or None
-        async with self._outputs(entry, context) as outputs:
+        pace = ReaderPace.of(self._frontend.config)
+        async with self._outputs(entry, num_bytes, context) as outputs:
             async for output in outputs:
                 response = generation_pb2.StreamGenerateResponse(request_id=CURRENT_CALL.get().request_id)
                 await self._frontend.long_work.write_output(entry.request.turn, output, writer.write, response)
-                try:
-                    async with asyncio.timeout(limit_s):
-                        await context.write(response)
-                except TimeoutError as error:
-                    raise DeadlineError(f"the client did not read the response for {limit_s:g} s") from error
+                async with pace.sending(response.ByteSize()):
+                    await context.write(response)
 
     @contextlib.asynccontextmanager
-    async def _outputs(self, entry: RequestEntry, context: Context) -> AsyncIterator[AsyncIterator[RequestOutput]]:
-        """Admit a request and give its outputs; the request has ended when the block has."""
+    async def _outputs(
+        self, entry: RequestEntry, num_bytes: int, context: Context
+    ) -> AsyncIterator[AsyncIterator[RequestOutput]]:
+        """Admit a request, which takes some bytes, and give its outputs; the request has ended when the block has."""
         call, request = CURRENT_CALL.get(), entry.request
-        num_bytes = request_bytes(request, self._frontend.info.model)
         with self._frontend.ledger.admit(call.caller, request.params.n, num_bytes):
             await context.send_initial_metadata(((REQUEST_ID_KEY, call.request_id),))
             async with contextlib.aclosing(self._frontend.generate(entry)) as outputs:
                 yield outputs
 
-    def _read_request(
+    async def _read(
         self,
         message: generation_pb2.GenerateRequest,
         kind: RequestOutputKind,
         timeout_s: float | None,
         stream_interval: int = 1,
-    ) -> tuple[RequestEntry, ChatParser | None]:
-        """Return the entry of a request, and the parser of a conversation's completions if they need one.
+    ) -> tuple[RequestEntry, ChatParser | None, int]:
+        """Return the entry of a request, the parser of a conversation's completions if they need one, and its bytes.
 
         Args:
             message: The client's request.
@@ -96,6 +94,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             UnknownModelError: It names another model.
             RequestError: A wrong value.
         """
+        frontend, caller = self._frontend, CURRENT_CALL.get().caller
+        size, options = message.ByteSize(), (message, kind, timeout_s, stream_interval)
+        request, parser = await frontend.long_work.read(caller.turn, size, self._request, *options)
+        entry, model = frontend.entry(caller, request), frontend.info.model
+        return entry, parser, await frontend.long_work.read(caller.turn, size, request_bytes, entry.request, model)
+
+    def _request(
+        self,
+        message: generation_pb2.GenerateRequest,
+        kind: RequestOutputKind,
+        timeout_s: float | None,
+        stream_interval: int,
+    ) -> tuple[Request, ChatParser | None]:
         frontend = self._frontend
         prompt = message.WhichOneof("prompt")
         if prompt is None:
@@ -103,16 +114,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         frontend.check_model(message.model)
         names = ("priority", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")
         found: dict[str, Any] = {name: getattr(message, name) for name in names if message.HasField(name)}
-        caller, found["request_id"] = CURRENT_CALL.get().caller, CURRENT_CALL.get().request_id
+        found["request_id"] = CURRENT_CALL.get().request_id
         given = {**given_fields(message.sampling_params), "output_kind": kind}
         found |= {"timeout_s": timeout_s, "is_strict_length": "max_tokens" in given, "stream_interval": stream_interval}
         if prompt == "messages":
-            chat, parser = chat_request(frontend, conversation_fields(message.messages), given, **found)
-            return frontend.entry(caller, chat), parser
+            return chat_request(frontend, conversation_fields(message.messages), given, **found)
         found[prompt] = message.text if prompt == "text" else token_ids("token_ids", tuple(message.token_ids.ids))
         if not found[prompt]:
             raise RequestError("the prompt must not be empty", parameter="prompt")
-        return frontend.entry(caller, Request(**found, params=sampling_params(frontend.info, given))), None
+        return Request(**found, params=sampling_params(frontend.info, given)), None
 
 
 def conversation_fields(conversation: chat_pb2.Conversation) -> dict[str, Any]:

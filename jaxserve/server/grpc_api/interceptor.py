@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -21,8 +22,10 @@ from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError, status_of
 from jaxserve.server.frontend import new_request_id
 from jaxserve.server.grpc_api.open_streams import Context, Reflections, health_calls
+from jaxserve.server.grpc_api.reader_pace import ReaderPace
 from jaxserve.server.grpc_api.statuses import rich_status
 from jaxserve.server.ledger import Ledger
+from jaxserve.server.long_work import LONG_MESSAGE_BYTES
 from jaxserve.server.tracing import LABEL_HEADER, remember_trace, remembered_headers
 
 logger = logging.getLogger(__name__)
@@ -93,10 +96,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         ledger: Limits the bytes of messages.
         stall_timeout_s: Seconds that a call's message may take to arrive; 0: no limit.
         max_calls: Most calls at a time of this server's own methods.
+        min_bytes_per_s: Fewest bytes per second of a long response that a client must read; 0: no limit.
     """
 
-    def __init__(self, authenticator: Authenticator, ledger: Ledger, stall_timeout_s: float, max_calls: int = 1 << 20):
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        ledger: Ledger,
+        stall_timeout_s: float,
+        max_calls: int = 1 << 20,
+        min_bytes_per_s: float = 0.0,
+    ):
         self._authenticator = authenticator
+        self._min_bytes_per_s = min_bytes_per_s
         self._ledger = ledger
         self._stall_timeout_s = stall_timeout_s
         self._reflections = Reflections(stall_timeout_s)
@@ -201,7 +213,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 size = request.ByteSize()
                 self._ledger.add_bytes(call.caller, size)
                 num_bytes = size
-                return await behaviour(request, context)
+                response = await behaviour(request, context)
+                if response is not None:
+                    self._hold(call, response.ByteSize(), context)
+                return response
             except grpc.aio.BaseError:  # the call has ended
                 raise
             except Exception as error:
@@ -219,6 +234,26 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             await _abort(context, status)
 
         return respond
+
+    def _hold(self, call: GrpcCall, num_bytes: int, context: Context) -> None:
+        """Count the bytes of a long response until it is sent, and end the call if its client reads too slowly."""
+        if num_bytes <= LONG_MESSAGE_BYTES:
+            return
+        pace = ReaderPace(self._stall_timeout_s or math.inf, self._min_bytes_per_s)
+        held, limit_s = self._ledger.memory.held(call.caller.name, num_bytes), pace.limit_s(num_bytes)
+        held.__enter__()
+        task = asyncio.current_task()
+        assert task is not None
+        timer = None if limit_s is None else asyncio.get_running_loop().call_later(limit_s, task.cancel)
+
+        def release(context: Any) -> None:
+            del context
+            held.__exit__(None, None, None)
+            if timer is not None:
+                timer.cancel()
+
+        done: Any = release
+        context.add_done_callback(done)
 
     def _bounded(self, call: GrpcCall, behaviour: _Behaviour) -> _Behaviour:
         """Return the behaviour of a health method: it needs no key, and does not delay the end of the server."""

@@ -66,7 +66,7 @@ class GrpcServer:
         self._max_calls = max(
             _CONNECTIONS_AT_FULL * config.max_concurrent_streams, 4 * (config.max_num_queued_reqs or 0)
         )
-        limits = (config.stall_timeout, self._max_calls)
+        limits = (config.stall_timeout, self._max_calls, config.min_transfer_rate)
         self._interceptor = CallInterceptor(frontend.authenticator, frontend.ledger, *limits)
         self._health = HealthService(max_watchers(self._max_calls))
         self._health.set(GENERATION, False)

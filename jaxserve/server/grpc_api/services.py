@@ -14,6 +14,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.generation import conversation_fields
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL
 from jaxserve.server.grpc_api.open_streams import Context
+from jaxserve.server.long_work import LongWork
 from jaxserve.server.metrics import values_of_all
 from jaxserve.server.proto.jaxserve.v1 import (
     admin_pb2,
@@ -54,6 +55,10 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
     def __init__(self, frontend: Frontend):
         self._frontend = frontend
 
+    @property
+    def _long_work(self) -> LongWork:
+        return self._frontend.long_work
+
     def _admit(self, model: str, num_bytes: int) -> contextlib.AbstractContextManager[None]:
         self._frontend.check_model(model)
         return self._frontend.ledger.admit(CURRENT_CALL.get().caller, num_bytes=num_bytes)
@@ -68,10 +73,13 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
             token_ids, strings = await self._frontend.engine.tokenize(
                 request.text, adds, request.return_token_strings, CURRENT_CALL.get().caller.turn
             )
-        return tokenization_pb2.TokenizeResponse(
-            token_ids=token_ids,
-            token_strings=strings if request.return_token_strings else (),
-            max_model_len=self._frontend.info.max_model_len,
+        fields: dict[str, Any] = {
+            "token_ids": token_ids,
+            "token_strings": strings if request.return_token_strings else (),
+            "max_model_len": self._frontend.info.max_model_len,
+        }
+        return await self._long_work.read(
+            CURRENT_CALL.get().caller.turn, len(request.text), lambda: tokenization_pb2.TokenizeResponse(**fields)
         )
 
     async def Detokenize(
@@ -93,10 +101,15 @@ class TokenizationServicer(tokenization_pb2_grpc.TokenizationServiceServicer):
     ) -> tokenization_pb2.ApplyChatTemplateResponse:
         """Return the prompt of a conversation."""
         del context
-        fields = conversation_fields(request.messages)
-        chat = chat_arguments(self._frontend.config, fields)
-        with self._admit(request.model, conversion_bytes(text=fields)):
-            text, token_ids = await self._frontend.engine.render_chat(chat, CURRENT_CALL.get().caller.turn)
+        turn = CURRENT_CALL.get().caller.turn
+
+        def read() -> tuple[dict[str, Any], int]:
+            fields = conversation_fields(request.messages)
+            return chat_arguments(self._frontend.config, fields), conversion_bytes(text=fields)
+
+        chat, num_bytes = await self._long_work.read(turn, request.ByteSize(), read)
+        with self._admit(request.model, num_bytes):
+            text, token_ids = await self._frontend.engine.render_chat(chat, turn)
         return tokenization_pb2.ApplyChatTemplateResponse(text=text, token_ids=token_ids)
 
 

@@ -14,6 +14,7 @@ from jaxserve.api.errors import RequestFailedError
 from jaxserve.api.field_checks import flag
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.server.byte_budget import output_bytes
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.fields import Check, limited, one_of, prompts
 from jaxserve.server.http_api.generation import (
@@ -56,6 +57,7 @@ async def embeddings(call: HttpCall) -> ASGIApp:
                 continue
             if not all(map(math.isfinite, vector)):
                 raise RequestFailedError("the model produced an embedding with NaN or infinite values")
+            call.hold(output_bytes(output))
             vectors[index] = vector
     if len(vectors) < len(requests):
         raise RequestFailedError("the request was aborted")

@@ -1,6 +1,7 @@
 """What every HTTP route goes through: authentication, the request's body, errors, and clients that disconnect."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -20,12 +21,12 @@ from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.fields import Check, read_fields, read_json
 from jaxserve.server.http_api.responses import error_response
+from jaxserve.server.long_work import LONG_MESSAGE_BYTES
 from jaxserve.server.tracing import remember_trace
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-_LONG_BODY_BYTES = 1 << 16
 _NOBODY = Caller("anonymous", frozenset())
 _UNKNOWN = Caller("-", frozenset())
 
@@ -46,6 +47,7 @@ class HttpCall:
         caller: Who sent it.
         request: Path and headers.
         raw: The body as it came; empty for GET.
+        held: Closed once the response is sent.
         unused: Names of fields without effect.
     """
 
@@ -53,6 +55,7 @@ class HttpCall:
     caller: Caller
     request: Request
     raw: bytearray
+    held: contextlib.ExitStack
     unused: list[str] = dataclasses.field(default_factory=list[str])
 
     @functools.cached_property
@@ -64,10 +67,13 @@ class HttpCall:
         """
         return read_json(self.raw)
 
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes in the ledger until the response is sent."""
+        self.held.enter_context(self.frontend.ledger.memory.held(self.caller.name, num_bytes))
+
     async def read(self, make: Callable[[], Result]) -> Result:
         """Call what parses or checks the body, or measures what was made of it: on a thread if the body is long."""
-        is_long = len(self.raw) > _LONG_BODY_BYTES
-        return await self.frontend.long_work.run(self.caller.turn, make) if is_long else make()
+        return await self.frontend.long_work.read(self.caller.turn, len(self.raw), make)
 
     def fields(self, table: Mapping[str, Check], needs: str) -> dict[str, Any]:
         """Check the body's fields, and that the model it names exists; note those without effect.
@@ -105,11 +111,11 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request."""
-        request, raw = Request(scope, receive), bytearray()
+        request, raw, held = Request(scope, receive), bytearray(), contextlib.ExitStack()
         remember_trace(request.headers)
 
         async def respond() -> None:
-            response = await self._handler(HttpCall(self._frontend, caller, request, raw))
+            response = await self._handler(HttpCall(self._frontend, caller, request, raw, held))
             await response(scope, receive, send)
 
         caller = _NOBODY if self._scope is None else _UNKNOWN
@@ -136,6 +142,7 @@ class Endpoint:
                 logger.exception("%s %s failed", scope["method"], scope["path"])
             await error_response(error)(scope, receive, send)
         finally:
+            held.close()
             self._frontend.ledger.remove_bytes(caller, len(raw))
 
     async def _read_body(self, caller: Caller, request: Request, raw: bytearray) -> None:
@@ -161,7 +168,7 @@ class Endpoint:
             # that the client can read the response.
             raise self._too_long({"Connection": "close"} if "expect" in request.headers else {})
         loop, ledger = asyncio.get_running_loop(), self._frontend.ledger
-        if num_bytes > _LONG_BODY_BYTES:
+        if num_bytes > LONG_MESSAGE_BYTES:
             ledger.check_room(caller)  # the listener drops what comes faster than this would read it
         begin_s = latest_s = loop.time()
         try:

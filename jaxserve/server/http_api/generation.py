@@ -20,6 +20,7 @@ from jaxserve.api.request import MAX_PRIORITY, Request
 from jaxserve.api.sampling_checks import RequestOutputKind
 from jaxserve.api.sampling_options import SAMPLING_OPTIONS
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.server.byte_budget import output_bytes
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.frontend import Frontend, new_request_id
 from jaxserve.server.http_api.endpoint import LABEL, HttpCall
@@ -35,7 +36,7 @@ from jaxserve.server.http_api.fields import (
 from jaxserve.server.http_api.long_lists import json_pieces, long_response
 from jaxserve.server.http_api.merged_outputs import generate_all, make_entries
 from jaxserve.server.http_api.responses import DONE, json_response, json_text, send_events, unused_fields_header
-from jaxserve.server.long_work import is_long
+from jaxserve.server.long_work import MAX_ENTRIES_ON_LOOP, is_long, num_entries
 from jaxserve.server.settings import ServerConfig
 
 VERSION = importlib.metadata.version("jaxserve")
@@ -289,16 +290,20 @@ class GenerationResponse(abc.ABC):
             return self._stream
         threads, turn = self.call.frontend.long_work, self.call.caller.turn
         choices: list[dict[str, Any]] = []
+        num_found = 0
         async with aclosing(generate_all(self.call, self._entries)) as outputs:
             async for prompt, output in outputs:
                 await self.prepare(prompt, output)
                 self._note_drafts(output)
+                self.call.hold(output_bytes(output))
+                num_found += num_entries(output)
                 choices += await threads.write_output(turn, output, self.choices, prompt)
         choices.sort(key=lambda choice: choice["index"])
         body = {**self.head, "choices": choices, **self.more, "usage": self._usage(), **self._metrics()}
-        if self.params.num_logprobs is None and self.params.prompt_logprobs is None:
-            return json_response(body, headers=self._headers)
-        return await long_response(body, self._headers, threads, turn)
+        has_logprobs = self.params.num_logprobs is not None or self.params.prompt_logprobs is not None
+        if has_logprobs or num_found > MAX_ENTRIES_ON_LOOP:
+            return await long_response(body, self._headers, threads, turn)
+        return json_response(body, headers=self._headers)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope, receive  # ``Endpoint`` watches for a client that disconnects

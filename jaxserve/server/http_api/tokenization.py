@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from jaxserve.api.field_checks import flag, text, token_ids
-from jaxserve.server.byte_budget import conversion_bytes
+from jaxserve.server.byte_budget import conversion_bytes, conversion_output_bytes
 from jaxserve.server.chat import chat_arguments
 from jaxserve.server.converted_tokens import check_converted
 from jaxserve.server.http_api.chat import CONVERSATION_FIELDS
@@ -30,9 +30,8 @@ async def tokenize(call: HttpCall) -> ASGIApp:
     frontend, has_strings = call.frontend, fields.get("return_token_strs", False)
     turn = call.caller.turn
     strings: list[str] = []
-    with frontend.ledger.admit(
-        call.caller, num_bytes=conversion_bytes(text=fields["messages" if is_chat else "prompt"])
-    ):
+    num_bytes = await call.read(lambda: conversion_bytes(text=fields))
+    with frontend.ledger.admit(call.caller, num_bytes=num_bytes):
         if is_chat:
             prompt, ids = await frontend.engine.render_chat(chat_arguments(frontend.config, fields), turn)
             if has_strings:
@@ -40,6 +39,7 @@ async def tokenize(call: HttpCall) -> ASGIApp:
         else:
             is_special = fields.get("add_special_tokens", True)
             ids, strings = await frontend.engine.tokenize(fields["prompt"], is_special, has_strings, turn)
+    call.hold(conversion_output_bytes(len(ids), strings))
     body = {
         "count": len(ids),
         "max_model_len": frontend.info.max_model_len,

@@ -14,7 +14,7 @@ from jaxserve.server.long_work import MAX_ENTRIES_ON_LOOP, LongWork
 def test_many_log_probabilities_are_written_on_a_thread() -> None:
     def thread(num_entries: int) -> threading.Thread:
         packed = PackedLogprobs.of([{token: Logprob(-1.0, 1, "x") for token in range(num_entries)}])
-        completion = CompletionOutput(0, "x", [0], -1.0, packed)  # pyright: ignore[reportArgumentType]
+        completion = CompletionOutput(0, "x", [], -1.0, packed)  # pyright: ignore[reportArgumentType]
         output = RequestOutput(request_id="r", prompt="p", prompt_token_ids=[], outputs=[completion], finished=True)
         return asyncio.run(work.write_output(SHARED_TURN, output, lambda _: threading.current_thread()))
 
