@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 LogFormat = Literal["text", "json"]
 
-_MAX_QUEUE_BYTES = 4 << 20
+MAX_QUEUE_BYTES = 4 << 20
+"""Lines that wait to be written; beyond these, they are dropped and counted."""
 _MAX_RELAYED = 1 << 16  # characters of a child's line
 _LINE_BYTES = 128
 """What a line takes besides its characters."""
@@ -48,7 +49,7 @@ class LineQueue:
         max_bytes: Size of the lines that may wait.
     """
 
-    def __init__(self, descriptor: int = _STDERR, max_bytes: int = _MAX_QUEUE_BYTES):
+    def __init__(self, descriptor: int = _STDERR, max_bytes: int = MAX_QUEUE_BYTES):
         self._descriptor = descriptor
         self._max_bytes = max_bytes
         self._lines: collections.deque[bytes] = collections.deque()

@@ -11,8 +11,15 @@ from pathlib import Path
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.rendering import MEMORY_BYTES
+from jaxserve.api.sampling_checks import MAX_BAD_WORDS, MAX_BIASED_TOKENS, MAX_STOP_TOKEN_IDS
 from jaxserve.api.sampling_params import BeamSearchParams, SamplingParams
-from jaxserve.api.structured_params import RepetitionDetectionParams, StructuredOutputsParams
+from jaxserve.api.structured_params import (
+    MAX_JSON_NESTING,
+    MAX_PATTERN_SIZE,
+    RepetitionDetectionParams,
+    StructuredOutputsParams,
+)
 from jaxserve.api.vllm_arguments import (
     OTHER_NAMES,
     RENAMED,
@@ -27,7 +34,23 @@ from jaxserve.api.vllm_arguments import (
 from jaxserve.api.vllm_engine_arguments import NO_EFFECT, REFUSED
 from jaxserve.cli_arguments import field_docs
 from jaxserve.group.settings import GroupConfig
+from jaxserve.log_output import MAX_QUEUE_BYTES
+from jaxserve.server.chat import MAX_VARIABLE_BYTES, MAX_VARIABLE_NESTING, MAX_VARIABLES
+from jaxserve.server.converted_tokens import MAX_CONVERTED_TOKENS
+from jaxserve.server.engine_process.outbox import LIMIT_BYTES
+from jaxserve.server.grpc_api.open_streams import (
+    MAX_CHECKS,
+    MAX_HEALTH_CALLS_PER_CONNECTION,
+    MAX_REFLECTIONS,
+    MAX_REFLECTIONS_PER_CONNECTION,
+)
+from jaxserve.server.grpc_api.server import MAX_METADATA_BYTES
+from jaxserve.server.http_api.fields import MAX_NESTING
+from jaxserve.server.http_protocol import MAX_HEADER_BYTES, MAX_PIPELINED
+from jaxserve.server.poison import MAX_DEATHS
 from jaxserve.server.settings import ServerConfig
+from jaxserve.structured_output.grammar_source import GrammarLimits
+from jaxserve.text.chat_templates import MAX_RENDERED_CHARACTERS
 
 PAGE = Path(__file__).resolve().parent.parent / "jaxserve" / "PARAMETERS.md"
 PIPE = r"\|"  # a bar within a cell
@@ -53,6 +76,79 @@ are vLLM's. An unknown name, a wrong type or a value out of range raises an erro
 """
 
 
+FIXED_ABOUT = (
+    """What requests and connections may cost besides what the settings above say. No setting changes these numbers."""
+)
+
+_GRAMMARS = GrammarLimits()
+FIXED: tuple[tuple[str, str, str], ...] = (
+    (
+        "Entries of `stop_token_ids`, `logit_bias`, `bad_words`",
+        f"{MAX_STOP_TOKEN_IDS}, {MAX_BIASED_TOKENS}, {MAX_BAD_WORDS}",
+        "each entry is looked at in every step, and kept in two processes",
+    ),
+    ("`max_pattern_size` of `repetition_detection`", f"{MAX_PATTERN_SIZE}", "each token is compared with as many"),
+    (
+        "Grammar, schema, regex or choices",
+        f"{_GRAMMARS.max_bytes >> 10} KiB, {_GRAMMARS.time_s:g} s, {_GRAMMARS.memory_bytes >> 20} MiB",
+        "small ones can take for ever: each is compiled in a process of its own, which is killed",
+    ),
+    (
+        "Grammars that wait for a key, and compiled ones that are kept",
+        f"{_GRAMMARS.max_waiting}; {_GRAMMARS.max_cached}, of {_GRAMMARS.max_cached_bytes >> 20} MiB of sources",
+        "each takes up to 5 s: after 256 of them one would come too late",
+    ),
+    (
+        "Rendering a chat",
+        f"an eighth of `max_admitted_bytes`, at most {MEMORY_BYTES >> 20} MiB; {MAX_RENDERED_CHARACTERS} characters",
+        "four processes take half of the budget; longer prompts fit no context",
+    ),
+    (
+        "`chat_template_kwargs`",
+        f"{MAX_VARIABLES} variables, {MAX_VARIABLE_BYTES >> 10} KiB, {MAX_VARIABLE_NESTING} levels",
+        "they are options of a template, not its contents",
+    ),
+    (
+        "Nesting of a body; of a schema",
+        f"{MAX_NESTING}; {MAX_JSON_NESTING} levels",
+        "Python's parsers call themselves for each level",
+    ),
+    ("Token ids that `/detokenize` takes at once", f"{MAX_CONVERTED_TOKENS}", "two contexts of 128k"),
+    (
+        "URL and headers of an HTTP request; metadata of a gRPC call",
+        f"{MAX_HEADER_BYTES >> 10} KiB; {MAX_METADATA_BYTES >> 10} KiB",
+        "they are read before the caller is known",
+    ),
+    ("Pipelined HTTP requests of a connection", f"{MAX_PIPELINED}", "more are parsed as responses leave"),
+    (
+        "Streams of gRPC reflection",
+        f"{MAX_REFLECTIONS}, {MAX_REFLECTIONS_PER_CONNECTION} of a connection",
+        "a tool opens one for a moment",
+    ),
+    (
+        "Health checks over gRPC",
+        f"{MAX_CHECKS}, {MAX_HEALTH_CALLS_PER_CONNECTION} of a connection; watchers a quarter of the calls",
+        "they need no key, and take no time",
+    ),
+    (
+        "gRPC calls in all",
+        "16 times `max_concurrent_streams`, or 4 times `max_num_queued_reqs` if that is more",
+        "far more than may be in flight: a last line of defence",
+    ),
+    ("Log lines that wait", f"{MAX_QUEUE_BYTES >> 20} MiB", "beyond them lines are dropped and counted"),
+    (
+        "Outputs on the way from the engine",
+        f"{LIMIT_BYTES >> 20} MiB",
+        "beyond them requests that go on make no outputs until there is room",
+    ),
+    ("Ends of the engine that a request may have been running at", f"{MAX_DEATHS}", "it is not run a third time"),
+    (
+        "Fields of a key in the auth file",
+        "`weight` 0.001 to 1000 (1), `max_memory_share` (0.5 if there are several keys), others without a limit",
+        "see `jaxserve/server/README.md`",
+    ),
+)
+
 VLLM_ABOUT = """How each argument of vLLM's `LLM` and each flag of `vllm serve` is treated. *same*: it is one of the
 settings above (values may differ where its line says so). *no effect*: it cannot change an answer, is accepted, and the
 log says that it has no effect. *refused*: it could change an answer, or asks for what is not built; only the values
@@ -61,7 +157,7 @@ that mean what the engine does anyway are accepted."""
 
 def page() -> str:
     """Return the whole page."""
-    return "\n".join([HEAD, *(section(cls, about) for cls, about in SECTIONS), vllm_section()])
+    return "\n".join([HEAD, *(section(cls, about) for cls, about in SECTIONS), fixed_section(), vllm_section()])
 
 
 def section(cls: type, about: str) -> str:
@@ -72,6 +168,12 @@ def section(cls: type, about: str) -> str:
         cells = (f"`{field.name}`", f"`{types[field.name]}`", default(field), docs[field.name].replace("``", "`"))
         lines.append(f"| {' | '.join(cell.replace('|', PIPE) for cell in cells)} |")
     return "\n".join([*lines, ""])
+
+
+def fixed_section() -> str:
+    """Return a heading and a table of the limits that no setting changes."""
+    lines = ["## Fixed limits", "", FIXED_ABOUT, "", "| What | Limit | Why |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(cells)} |" for cells in FIXED), ""])
 
 
 def vllm_section() -> str:

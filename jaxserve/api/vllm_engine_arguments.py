@@ -9,7 +9,7 @@ from jaxserve.api.vllm_arguments import ONE_HOST, REPLICAS, Argument
 _COMPILED = "every step is compiled before the engine is ready"
 _CAPTURED = "no CUDA graphs are captured: every step is compiled before the engine is ready"
 _TEXT_ONLY = "models have text inputs only"
-_NO_MAMBA = "no model has state-space layers"
+_NO_MAMBA = "recurrent layers have no settings of their own"
 _NO_LORA = "without adapters (`enable_lora`)"
 _XLA = "XLA or `attention_backend` and `kernels` choose the kernels"
 _PARALLEL_LOADING = "devices read only their parts of the weights, in parallel"

@@ -27,7 +27,8 @@ MAX_HEADER_BYTES = 64 << 10
 """Limit on the URL and headers of a request together, and on its trailers."""
 
 _LINGER_S = 30.0
-_MAX_QUEUED = 16
+MAX_PIPELINED = 16
+"""Requests of a connection that are parsed before the responses to those before them have left."""
 _SLICE_BYTES = {"head": 512, "body": 4096}
 """Bytes that are parsed at once: the shortest request has 28."""
 _MAX_SHOWN = 200
@@ -160,7 +161,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _go_on(self) -> None:
         """Parse bytes that have waited if there is room for more requests."""
         is_open = self._refusal is None and not self.transport.is_closing()
-        if is_open and len(self.pipeline) < _MAX_QUEUED:
+        if is_open and len(self.pipeline) < MAX_PIPELINED:
             data, self._unparsed = bytes(self._unparsed), bytearray()
             self._take_in(data)
         if self._unparsed:
@@ -171,7 +172,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._has_progressed = False
         view, start = memoryview(data), 0
         try:
-            while start < len(data) and len(self.pipeline) < _MAX_QUEUED:
+            while start < len(data) and len(self.pipeline) < MAX_PIPELINED:
                 end = start + _SLICE_BYTES["body" if self._state == "body" else "head"]
                 self._parse(view[start:end])
                 start = end
@@ -255,7 +256,7 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             waiting: Any = (exchange, self.app)
             self.pipeline.appendleft(waiting)
-            if len(self.pipeline) >= _MAX_QUEUED:
+            if len(self.pipeline) >= MAX_PIPELINED:
                 self.flow.pause_reading()  # until then reading goes on, to notice a client that disconnects
 
     def on_body(self, body: bytes) -> None:

@@ -80,7 +80,7 @@ class ServerConfig:
             as a list of parts, ``auto`` as a list if the template loops over contents, else as a string.
         trust_request_chat_template: Accept a chat template in a request.
         default_chat_template_kwargs: Defaults of the chat template's variables, as a JSON object.
-        chat_template_timeout: Time limit in seconds for rendering a chat template.
+        chat_template_timeout: Time limit in seconds for rendering a chat template, which takes milliseconds.
         response_role: Role of generated messages.
         enable_auto_tool_choice: Let the model choose to call tools; needs the engine's ``tool_call_parser``.
         return_tokens_as_token_ids: Return tokens in logprobs as ``token_id:7``.
@@ -120,7 +120,8 @@ class ServerConfig:
             ``*.example.com``; ``*`` allows any, and the flag may be repeated. Others get 403. None: any, but loopback
             names alone if the server listens on a loopback address without API keys, so that web pages cannot reach it
             by a name of their own (DNS rebinding).
-        max_connections: Maximum number of connections of the HTTP listener, and of each gRPC listener.
+        max_connections: Maximum number of connections of the HTTP listener, and of each gRPC listener; each takes a
+            file descriptor.
         max_connections_per_address: Maximum number of HTTP connections of one client address; a proxy's is one. gRPC's
             library cannot limit them by address: there only ``max_connections`` holds.
         max_num_queued_reqs: Maximum number of waiting sequences; None: 4 times ``max_num_seqs``. An API key that has
@@ -131,21 +132,25 @@ class ServerConfig:
             (503, RESOURCE_EXHAUSTED). None: a quarter of the memory that is available at start, at least 256 MiB and
             16 times ``max_request_bytes``. A key's share of it is half if there are several
             (``max_memory_share`` in the auth file).
-        max_request_bytes: Maximum size in bytes of an HTTP request body or a gRPC request message.
+        max_request_bytes: Maximum size in bytes of an HTTP request body or a gRPC request message; 4 MiB is gRPC's own
+            default, and a million tokens. gRPC's library holds messages that arrive, which do not count as admitted.
         max_prompts: Maximum number of prompts of one HTTP request.
         request_timeout: Time limit in seconds of requests without a deadline; 0: no limit.
         stall_timeout: Seconds after which a client is disconnected that neither sends the rest of its request nor reads
-            the response; 0: never.
-        body_timeout: Seconds in which the whole body of an HTTP request must have arrived; 0: no limit.
+            the response; 0: never. Half of nginx' default, as clients of a model wait for every token.
+        body_timeout: Seconds in which the whole body of an HTTP request must have arrived; 0: no limit. At 14 kB/s the
+            longest body arrives in time.
         min_transfer_rate: Fewest bytes per second, on average after ``stall_timeout``, at which a client must send the
-            body of an HTTP request and read a response that waits; 0: no limit.
+            body of an HTTP request and read a response that waits, over HTTP or gRPC; 0: no limit. Text that
+            people read comes at less than that, and messages of a stream that leave at once do not count.
         keepalive_timeout: Seconds after which an idle HTTP connection is closed.
         grpc_keepalive_time: Seconds between pings on an idle gRPC connection.
         grpc_keepalive_timeout: Seconds to wait for the response to such a ping.
         grpc_max_connection_age: Seconds after which a gRPC connection accepts no more calls, so that clients reconnect,
             perhaps to another server; running calls continue. 0: never.
         grpc_max_connection_idle: Seconds after which a gRPC connection without calls is closed; 0: never.
-        max_concurrent_streams: Maximum number of concurrent calls on one gRPC connection.
+        max_concurrent_streams: Maximum number of concurrent calls on one gRPC connection, through which a gateway may
+            send the calls of all its users.
         disable_grpc_reflection: Disable gRPC server reflection.
         drain_delay: Seconds after SIGTERM in which requests are still accepted, while ``/readyz`` and ``/health`` say
             503, so that load balancers send no more.
