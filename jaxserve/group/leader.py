@@ -26,7 +26,7 @@ from jaxserve.group.connection import (
 from jaxserve.group.differences import difference, least
 from jaxserve.group.facts import agreed_plan, early_facts, plan_facts
 from jaxserve.group.job import join_job
-from jaxserve.group.members import Member, SilenceLimits
+from jaxserve.group.members import Member, SilenceLimits, show_stacks
 from jaxserve.group.messages import (
     Addresses,
     Agreed,
@@ -39,7 +39,6 @@ from jaxserve.group.messages import (
     Ready,
     Reset,
     Results,
-    ShowStacks,
     ToFollower,
 )
 from jaxserve.group.peers import Peers, after_move
@@ -52,7 +51,6 @@ logger = logging.getLogger(__name__)
 
 _BEAT_S = 1.0
 _OTHERS_S = 0.5  # for the process that ended first, when several report their ends
-_STACKS_S = 2.0
 _END_S = 5.0  # for followers to end
 _FAIL_S = 1.0  # likewise after a failure, of which one of them may be the reason
 _BLAME_S = 2.0  # to learn that another process has failed, when a step fails here
@@ -386,12 +384,7 @@ class Leader:
 
     def _look_at_all(self, late: Member, problem: str) -> None:
         """Let all log their stacks, and blame a follower that does not even do that, else the late one."""
-        for member in self.members:
-            member.shown.clear()
-            member.send(ShowStacks())
-        until_s = time.monotonic() + _STACKS_S
-        answers = {member: member.shown.wait(max(0.0, until_s - time.monotonic())) for member in self.members}
-        silent = [member for member, has_answered in answers.items() if not has_answered]
+        silent = show_stacks(self.members)
         if silent:
             late, problem = silent[0], "does not answer: it is stopped, or its machine cannot be reached"
         else:  # all wait for the one that has launched the fewest steps

@@ -1,11 +1,14 @@
 """The followers of a group as its leader knows them."""
 
 import contextlib
+import faulthandler
 import logging
 import os
 import queue
 import signal
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
@@ -21,6 +24,7 @@ from jaxserve.group.messages import (
     MoveFacts,
     OfMoves,
     Prepared,
+    ShowStacks,
     Stacks,
     ToFollower,
 )
@@ -29,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _DEAF_S = 3.0  # a process whose threads run sends something every second
 _SILENT_S = 8.0
+_STACKS_S = 2.0
 _SILENT_AT_START_S = 60.0  # tracing large programs keeps other threads waiting
 
 
@@ -203,3 +208,13 @@ class SilenceLimits:
         if late_s > self._step_timeout:
             return f"has not finished a step within step_timeout={self._step_timeout:g} s"
         return None
+
+
+def show_stacks(members: Sequence[Member]) -> list[Member]:
+    """Let all processes of a group log the stacks of their threads, this one too; return those that do not do it."""
+    for member in members:
+        member.shown.clear()
+        member.send(ShowStacks())
+    faulthandler.dump_traceback(all_threads=True)
+    until_s = time.monotonic() + _STACKS_S
+    return [member for member in members if not member.shown.wait(max(0.0, until_s - time.monotonic()))]

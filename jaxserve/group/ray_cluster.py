@@ -218,11 +218,11 @@ class RayLauncher:
         nodes = {each["NodeID"]: each["NodeManagerAddress"] for each in self._ray.nodes()}
         hosts = self._ray.get([actor.node.remote() for actor in actors], timeout=self._config.join_timeout)
         address = LOOPBACK if len({*hosts}) == 1 else nodes[hosts[0]]
-        if address != LOOPBACK and not self._may_leave:
-            raise ConfigError(
-                f"the group's processes are on {len({*hosts})} nodes of the Ray cluster, and their connections are not "
-                "encrypted: set insecure if the network is isolated"
-            )
+        try:
+            self._config.check_encryption(address, self._may_leave)
+        except ConfigError as error:
+            count = len({*hosts})
+            raise ConfigError(f"the group's processes are on {count} nodes of the Ray cluster. {error}") from None
         port = self._config.master_port or self._ray.get(actors[0].keep_ports.remote(address), timeout=_ANSWER_S)
         return f"{address}:{port}"
 

@@ -134,22 +134,25 @@ class GroupConfig:
                 f"nnodes={self.nnodes} requires group_secret_file, which processes show each other that they have: "
                 f"head -c {SECRET_BYTES} /dev/urandom > FILE; chmod 600 FILE"
             )
+        self.check_encryption(self.master_addr, is_insecure)
+
+    def check_encryption(self, address: str, is_insecure: bool) -> None:
+        """Raise ConfigError if others could listen to a group whose process 0 is at an address."""
         files = (self.group_certfile, self.group_keyfile, self.group_ca_certs)
         if any(files) and not all(files):
             raise ConfigError("group_certfile, group_keyfile and group_ca_certs go together")
-        if is_insecure or _is_loopback(self.master_addr):
+        if is_insecure or _is_loopback(address):
             return
         if not any(files):
             raise ConfigError(
-                f"master_addr: other machines can reach {self.master_addr}, and a group's connections are not "
-                "encrypted: set group_certfile, group_keyfile and group_ca_certs, or set insecure if its network is "
-                "isolated"
+                f"master_addr: other machines can reach {address}, and a group's connections are not encrypted: set "
+                "group_certfile, group_keyfile and group_ca_certs, or set insecure if its network is isolated"
             )
         if not jax_has_mtls():
             version = importlib.metadata.version("jax")
             raise ConfigError(
-                f"master_addr: other machines can reach {self.master_addr}, and JAX {version} does "
-                "not encrypt its own connections, as 0.12 does: set insecure if its network is isolated"
+                f"master_addr: other machines can reach {address}, and JAX {version} does not encrypt its own "
+                "connections, as 0.12 does: set insecure if its network is isolated"
             )
 
     def _check_ray(self, given: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.device.runner_interface import StepResult
 from jaxserve.frames import HEADER
 from jaxserve.group import leader as leader_module
+from jaxserve.group import members
 from jaxserve.group.connection import PeerConnection, introduce
 from jaxserve.group.digests import Digests
 from jaxserve.group.group_runner import GroupRunner
@@ -352,10 +353,11 @@ def test_a_late_step_ends_the_group(
     lost: "queue.Queue[JaxserveError]",
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """It is asked for its stacks; who does not even answer that is named as stopped."""
+    """All log their stacks; who does not even do that is named as stopped."""
     leader, follower, runner, _ = pair
-    monkeypatch.setattr(leader_module, "_STACKS_S", 0.2)
+    monkeypatch.setattr(members, "_STACKS_S", 0.2)
     leader._limits = SilenceLimits(step_timeout=0.1)
     leader._limits.is_running = True
     runner.launch([plan_of(0)])
@@ -363,3 +365,4 @@ def test_a_late_step_ends_the_group(
     follower.expect(ShowStacks)
     assert "rank 1 of its processes" in str(lost.get(timeout=20))
     assert "does not answer: it is stopped" in caplog.text and "step that it finished is -1" in caplog.text
+    assert "in show_stacks" in capfd.readouterr().err

@@ -21,7 +21,7 @@ import pytest
 
 from jaxserve import LLM
 from jaxserve.api.errors import ConfigError
-from jaxserve.group import ray_cluster
+from jaxserve.group import ray_cluster, settings
 from jaxserve.group.settings import GroupConfig
 from jaxserve.server import command
 from tests.free_ports import free_ports
@@ -334,6 +334,40 @@ def test_processes_of_several_groups_end_alone(monkeypatch: pytest.MonkeyPatch) 
     actors = FakeActor([None] * 6 + [0]), FakeActor([None, -9]), FakeActor([None, 70])
     assert ended_gang(monkeypatch, flags, False, *actors) == 0
     assert [len(actor.started) for actor in actors] == [1, 1, 1]
+
+
+class NodeActor:
+    """An actor on a node."""
+
+    def __init__(self, node: str):
+        self.node = FakeMethod(lambda: node)
+        self.keep_ports = FakeMethod(lambda address: 7)
+
+
+@pytest.mark.parametrize("has_mtls", [False, True])
+def test_processes_on_several_nodes(has_mtls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their connections are encrypted, or their network is isolated."""
+    fake: Any = FakeRay("10.0.0.1")
+    fake.nodes = lambda: [{"NodeID": name, "NodeManagerAddress": f"10.0.0.{name}"} for name in "12"]
+    monkeypatch.setattr(ray_cluster, "_connected", lambda: fake)
+    monkeypatch.setattr(settings, "jax_has_mtls", lambda: has_mtls)
+
+    def place(nodes: str, may_leave: bool, **files: str) -> str:
+        given = {"nnodes": 2, "distributed_executor_backend": "ray", **files}
+        config = GroupConfig.from_arguments(given, is_insecure=may_leave)
+        launcher = ray_cluster.RayLauncher(["serve", "demo"], config, {}, False, may_leave=may_leave)
+        return launcher._place([NodeActor(node) for node in nodes])
+
+    files = {f"group_{name}": "x" for name in ("certfile", "keyfile", "ca_certs")}
+    assert place("11", False) == "127.0.0.1:7"
+    assert place("21", True) == "10.0.0.2:7"
+    with pytest.raises(ConfigError, match="on 2 nodes of the Ray cluster. .*: set group_certfile, .* or set insecure"):
+        place("12", False)
+    if has_mtls:
+        assert place("12", False, **files) == "10.0.0.1:7"
+    else:
+        with pytest.raises(ConfigError, match="on 2 nodes of the Ray cluster. .* does not encrypt its own connections"):
+            place("12", False, **files)
 
 
 def test_settings_that_ray_sets() -> None:
