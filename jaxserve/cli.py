@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -26,7 +27,7 @@ from jaxserve.cli_arguments import (
 )
 from jaxserve.group import launch
 from jaxserve.group.settings import GroupPlace
-from jaxserve.log_output import queued_log
+from jaxserve.log_output import LogFormat, queued_log
 from jaxserve.server import command
 from jaxserve.standard_streams import STATUS_FAILED, standard_streams
 
@@ -177,18 +178,20 @@ def _serve(options: argparse.Namespace) -> None:
     if place is not None and group.headless and replicas is not None:
         from jaxserve.server.node import run_node
 
-        sys.exit(run_node(arguments, place, replicas, config.log_format, _follow))
+        follow = functools.partial(_follow, log_format=config.log_format)
+        sys.exit(run_node(arguments, place, replicas, config.log_format, follow))
     if place is not None and group.headless:
-        _follow(arguments, place)
+        _follow(arguments, place, config.log_format)
     with queued_log(config.log_format):
         status = asyncio.run(serve(arguments, config, place, replicas))
     sys.exit(status)
 
 
-def _follow(arguments: Mapping[str, Any], place: GroupPlace) -> NoReturn:
+def _follow(arguments: Mapping[str, Any], place: GroupPlace, log_format: LogFormat) -> NoReturn:
     from jaxserve.group.follower import run_follower
 
-    run_follower(arguments, place)
+    with queued_log(log_format, place.log_name, has_prefix=True):
+        run_follower(arguments, place)
 
 
 def _generate(options: argparse.Namespace) -> None:

@@ -125,10 +125,12 @@ class QueueHandler(logging.Handler):
         log_format: ``text`` or ``json``.
         process: Which process it is, in JSON.
         lines: The queue.
+        has_prefix: Whether lines of text begin with that.
     """
 
-    def __init__(self, log_format: LogFormat, process: str, lines: LineQueue):
+    def __init__(self, log_format: LogFormat, process: str, lines: LineQueue, has_prefix: bool = False):
         super().__init__()
+        self._prefix = _prefix(log_format, process, has_prefix)
         self._log_format: LogFormat = log_format
         self._form = json_line if log_format == "json" else text_line
         self._process = process
@@ -140,7 +142,7 @@ class QueueHandler(logging.Handler):
         try:
             if self.lines.num_unreported:
                 self._report()
-            self.lines.put(self._form(record, self._process))
+            self.lines.put(self._prefix + self._form(record, self._process))
         except Exception:  # a record whose arguments do not fit its message
             self.handleError(record)
 
@@ -149,7 +151,7 @@ class QueueHandler(logging.Handler):
         if num_dropped:
             text = f"dropped {num_dropped} lines of the log: their reader is too slow, or the disk was full"
             record = logging.makeLogRecord({"levelno": logging.WARNING, "levelname": "WARNING", "msg": text})
-            self.lines.put(self._form(record, self._process))
+            self.lines.put(self._prefix + self._form(record, self._process))
 
     def close(self) -> None:
         """Write what waits, for a limited time."""
@@ -166,8 +168,7 @@ class QueueHandler(logging.Handler):
             process: Which process it is.
             has_prefix: Whether lines of text begin with that.
         """
-        prefix = f"[{process}] " if has_prefix and self._log_format == "text" else ""
-        arguments = (descriptor, process, prefix)
+        arguments = (descriptor, process, _prefix(self._log_format, process, has_prefix))
         thread = threading.Thread(target=self._relay, args=arguments, name="jaxserve-relay", daemon=True)
         self._relays = [*(relay for relay in self._relays if relay.is_alive()), thread]
         thread.start()
@@ -180,6 +181,10 @@ class QueueHandler(logging.Handler):
                     record = logging.makeLogRecord({"levelname": "INFO", "name": "stderr", "msg": text})
                     text = json_line(record, process)
                 self.lines.put(prefix + text)
+
+
+def _prefix(log_format: LogFormat, process: str, has_prefix: bool) -> str:
+    return f"[{process}] " if has_prefix and log_format == "text" else ""
 
 
 def installed_handler() -> QueueHandler | None:
@@ -214,17 +219,18 @@ def relayed(process: str, has_prefix: bool = False) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def queued_log(log_format: LogFormat, process: str = "server") -> Iterator[QueueHandler]:
+def queued_log(log_format: LogFormat, process: str = "server", has_prefix: bool = False) -> Iterator[QueueHandler]:
     """Log to standard error through a queue while the block runs, all libraries and Python's warnings too.
 
     Args:
         log_format: ``text`` or ``json``.
         process: Which process it is.
+        has_prefix: Whether lines of text begin with that.
     """
     root = logging.getLogger()
     before = root.handlers[:]
     sys.stderr.flush()
-    handler = QueueHandler(log_format, process, LineQueue())
+    handler = QueueHandler(log_format, process, LineQueue(), has_prefix)
     root.handlers[:] = [handler]
     logging.captureWarnings(True)
     try:

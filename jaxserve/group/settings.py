@@ -238,6 +238,11 @@ class GroupPlace:
         return dataclasses.replace(self, address=address, port=port, count=count, rank=rank, secret=secret)
 
     @property
+    def log_name(self) -> str:
+        """What logs call this process."""
+        return f"rank {self.rank} {host_name()}"
+
+    @property
     def coordinator_port(self) -> int:
         """Port of JAX's coordinator."""
         return self.port + 1

@@ -23,7 +23,6 @@ from jaxserve.api.turns import SHARED_TURN, Turn
 from jaxserve.child_process import end_of
 from jaxserve.frames import HEADER, FrameError, check_length
 from jaxserve.group.settings import GroupPlace
-from jaxserve.server.byte_budget import rendering_bytes
 from jaxserve.server.engine_process.spawn import STACKS_SIGNAL, EngineProcess, Spawn, spawn_engine
 from jaxserve.server.engine_queries import EngineQueries
 from jaxserve.server.errors import UnavailableError
@@ -68,7 +67,7 @@ class EngineClient(EngineQueries):
         group_name: What to call its group, if there are several.
 
     Attributes:
-        place: Where the processes of the engine meet when it starts; None: there is one.
+        place: As ``group``, when it starts.
         moved: Settings of the mesh and layout that it has moved to, with which it starts again; empty: the given ones.
 
     Raises:
@@ -88,7 +87,8 @@ class EngineClient(EngineQueries):
         self._config = config
         self.place = group
         self.moved: dict[str, Any] = {}
-        self._spawn = spawn or functools.partial(spawn_engine, config.log_format, {}, "engine")
+        log_name = group.log_name if group else "engine"
+        self._spawn = spawn or functools.partial(spawn_engine, config.log_format, {}, log_name)
         self._title = f"the engine process of {group_name}" if group_name else "the engine process"
         self._numbers = itertools.count(1)
         self._collectors: dict[int, OutputCollector] = {}
@@ -119,8 +119,7 @@ class EngineClient(EngineQueries):
         self._silent_s = 0.0
         self._ended = asyncio.Event()
         await self._close_renderers()  # of an engine that has ended
-        limits = (config.chat_template_timeout, config.chat_template_content_format, rendering_bytes(config))
-        self._renderers = Renderers(*limits)
+        self._renderers = Renderers.of(config)
         try:
             self._process, self._reader, self._writer, self._clock_ahead_s = await self._spawn()
             self._info = await self._shake_hands()

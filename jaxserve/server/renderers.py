@@ -10,7 +10,9 @@ from typing import Any
 from jaxserve.api.errors import RequestError, RequestFailedError, unforeseen
 from jaxserve.api.rendering import MEMORY_BYTES, RenderedChat, read_response, render_processes
 from jaxserve.api.turns import SHARED_TURN, FairThreads, Turn
+from jaxserve.server.byte_budget import rendering_bytes
 from jaxserve.server.output_collector import late
+from jaxserve.server.settings import ServerConfig
 from jaxserve.server.wire import EngineInfo
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,11 @@ class Renderers:
         self._processes = render_processes(limit_s, memory_bytes=memory_bytes, starts_ahead=True)
         self._names: dict[asyncio.Future[RenderedChat], str] = {}
         self._end: Exception | None = None
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> "Renderers":
+        """Return what a server's settings ask for."""
+        return cls(config.chat_template_timeout, config.chat_template_content_format, rendering_bytes(config))
 
     async def render(
         self,

@@ -1,5 +1,6 @@
 """The story of an engine in two processes: the answers of one process, then the death of a follower."""
 
+import socket
 import time
 
 from jaxserve import LLM
@@ -40,6 +41,7 @@ def test_two_processes_answer_as_one_and_end_together() -> None:
         assert_follows(server)
         assert_ends_with_its_follower(server)
         log = server.log.read_text()
+        assert all(f"[rank {rank} {socket.gethostname()}] 20" in log for rank in range(2)), log
         assert "was killed by SIGKILL" in log and "the group ends: rank 1 (host " in log and "has ended" in log
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "dtype": "float32"}
     with LLM("demo", tensor_parallel_size=2, compilation_cache_dir=str(PROGRAMS_CACHE), **settings) as llm:
