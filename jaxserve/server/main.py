@@ -20,7 +20,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_listener import http_listening
 from jaxserve.server.key_watch import KeyWatch
-from jaxserve.server.resources import map_large_buffers_apart, switch_threads_often
+from jaxserve.server.resources import map_large_buffers_apart, share_heap, switch_threads_often
 from jaxserve.server.restarts import Pauses
 from jaxserve.server.settings import ServerConfig, is_loopback
 
@@ -50,6 +50,7 @@ async def serve(
         ConfigError: The settings, the model or a port cannot be used.
     """
     map_large_buffers_apart()
+    share_heap()
     raise_open_files_limit()
     switch_threads_often()
     asyncio.get_running_loop().set_exception_handler(AcceptFailures())

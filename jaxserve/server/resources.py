@@ -15,6 +15,7 @@ LARGE_BUFFER_BYTES = 128 << 10
 SWITCH_INTERVAL_S = 0.0005
 _PROC = Path("/proc/self")
 _M_MMAP_THRESHOLD = -3  # of malloc.h
+_M_ARENA_MAX = -8
 
 
 def process_metrics() -> list[Metric]:
@@ -69,6 +70,21 @@ def map_large_buffers_apart() -> None:
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
         return
+    _set_allocator(_M_MMAP_THRESHOLD, LARGE_BUFFER_BYTES)
+
+
+def share_heap() -> None:
+    """Let all threads allocate in one heap, unless the environment says how many there are.
+
+    By default glibc gives threads heaps of their own (``mallopt(3)``, ``M_ARENA_MAX``), each of which keeps what the
+    longest body or response read there has taken; Python's threads take turns anyway.
+    """
+    if "MALLOC_ARENA_MAX" not in os.environ and "arena_max" not in os.environ.get("GLIBC_TUNABLES", ""):
+        _set_allocator(_M_ARENA_MAX, 1)
+
+
+def _set_allocator(option: int, value: int) -> None:
+    """Set an option of glibc's allocator, before threads are started; other C libraries have none."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        set_option(_M_MMAP_THRESHOLD, LARGE_BUFFER_BYTES)
+        set_option(option, value)

@@ -57,3 +57,36 @@ def test_large_buffers_are_mapped_apart_each_time(is_kept: bool, environment: di
         [sys.executable, "-c", script], env={**inherited, **environment}, capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == expected
+
+
+_IN_HEAP = """
+import ctypes, threading
+from jaxserve.server.resources import share_heap
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+if {is_shared}:
+    share_heap()
+found = []
+thread = threading.Thread(target=lambda: found.append(libc.malloc(ctypes.c_size_t(5000))))
+thread.start()
+thread.join()
+(heap,) = (line.split()[0].split("-") for line in open("/proc/self/maps") if line.rstrip().endswith("[heap]"))
+print(int(heap[0], 16) <= found[0] < int(heap[1], 16))
+"""
+
+
+@pytest.mark.skipif(
+    getattr(ctypes.CDLL(None), "mallinfo2", None) is None, reason="the C library is not glibc, or older than 2.33"
+)
+@pytest.mark.parametrize(
+    ("is_shared", "environment", "expected"),
+    [(False, {}, "False"), (True, {}, "True"), (True, {"MALLOC_ARENA_MAX": "8"}, "False")],
+)
+def test_threads_share_the_heap(is_shared: bool, environment: dict[str, str], expected: str) -> None:
+    inherited = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    script = _IN_HEAP.replace("{is_shared}", str(is_shared))
+    found = subprocess.run(
+        [sys.executable, "-c", script], env={**inherited, **environment}, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == expected
