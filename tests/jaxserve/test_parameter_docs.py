@@ -19,10 +19,14 @@ def test_every_field_has_its_line() -> None:
 
 
 def test_cells_are_intact() -> None:
-    """A bar within a cell would make a fifth one."""
+    """A bar within a cell would make one more than the heading has."""
+    num_bars, is_inside = 0, False
     for line in page().splitlines():
-        if line.startswith("|"):
-            assert line.replace(r"\|", "").count("|") == 5, line
+        found = line.replace(r"\|", "").count("|") if line.startswith("|") else 0
+        if found:
+            num_bars = num_bars if is_inside else found
+            assert found == num_bars >= 4, line
+        is_inside = bool(found)
 
 
 def test_a_line() -> None:
