@@ -230,7 +230,5 @@ async def until_disconnect(receive: Receive, work: Awaitable[Result]) -> Result:
         gone.cancel()
         # Wait until the work has released what it held.
         await asyncio.gather(task, gone, return_exceptions=True)
-        del (
-            task,
-            gone,
-        )  # else an error, whose traceback has this frame, and its task would be garbage with all they hold
+        # Else an error, whose traceback has this frame, and its task would be garbage with all that they hold.
+        del task, gone
