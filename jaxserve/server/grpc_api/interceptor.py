@@ -240,15 +240,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if num_bytes <= LONG_MESSAGE_BYTES:
             return
         pace = ReaderPace(self._stall_timeout_s or math.inf, self._min_bytes_per_s)
-        held, limit_s = self._ledger.memory.held(call.caller.name, num_bytes), pace.limit_s(num_bytes)
-        held.__enter__()
+        memory, name, limit_s = self._ledger.memory, call.caller.name, pace.limit_s(num_bytes)
+        memory.note(name, num_bytes)
         task = asyncio.current_task()
         assert task is not None
         timer = None if limit_s is None else asyncio.get_running_loop().call_later(limit_s, task.cancel)
 
         def release(context: Any) -> None:
             del context
-            held.__exit__(None, None, None)
+            memory.note(name, -num_bytes)
             if timer is not None:
                 timer.cancel()
 
