@@ -67,7 +67,7 @@ class EngineClient(EngineQueries):
         group_name: What to call its group, if there are several.
 
     Attributes:
-        place: As ``group``, when it starts.
+        place: Where the processes of the engine meet when it starts; None: there is one.
         moved: Settings of the mesh and layout that it has moved to, with which it starts again; empty: the given ones.
 
     Raises:
