@@ -27,34 +27,34 @@ def test_present_objects_are_left_out_and_new_ones_are_collected() -> None:
     program = """
 lasting, _ = new()
 spare_lasting_objects()
-later, gone = new()
+later, reference = new()
 is_looked_at = any(one is lasting for one in gc.get_objects())
 later.clear()
 gc.collect()
-print(is_looked_at, gone(), gc.get_threshold()[0])
+print(is_looked_at, reference(), gc.get_threshold()[0])
 """
     assert _printed(program) == "False None 10000"
 
 
 def test_garbage_of_the_start_is_collected_before() -> None:
     program = """
-first, gone = new()
+first, reference = new()
 first.clear()
 spare_lasting_objects()
-print(gone())
+print(reference())
 """
     assert _printed(program) == "None"
 
 
 def test_what_was_replaced_is_collected_and_the_rest_left_out_again() -> None:
     program = """
-lasting, gone = new()
+lasting, reference = new()
 spare_lasting_objects()
 try:
     with lasting_objects_replaced():
         lasting.clear()
         raise ValueError
 except ValueError:
-    print(gone(), any(one is lasting for one in gc.get_objects()))
+    print(reference(), any(one is lasting for one in gc.get_objects()))
 """
     assert _printed(program) == "None False"
