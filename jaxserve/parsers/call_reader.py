@@ -1,5 +1,6 @@
 """Reads a message: opens its tool calls, and passes on the content between them."""
 
+import re
 from collections.abc import Callable, Sequence
 
 from jaxserve.parsers.message import MessageBuilder
@@ -38,6 +39,7 @@ class CallReader:
         self._spared: list[Spellings] = []  # those of a block that is content
         self._space = ""  # content that is dropped if a call follows
         self._lead = ""  # content between the held markers, which are dropped if a call follows
+        self._num_searched = 0  # characters without a marker that ends a lead; searching them once keeps the work linear
 
     def open(self, name: str, call_id: str | None = None) -> None:
         """Open a call; the held text is its beginning. It gets a new id if the model wrote none, or one twice."""
@@ -115,34 +117,33 @@ class CallReader:
         Returns:
           The stop; "" if none comes, or too late: then the held marker is content, and the text after it is unread.
         """
-        source, markers = self.source, [*stops, *dropped, *ends]
-        held = source.held()
-        parts = [held[: len(held) - len(held.lstrip())]]
+        source, markers = self.source, [*stops, *ends]
+        held, begin = source.held(), source.num_read
+        self._num_searched = max(self._num_searched, begin)
         while True:
-            text = source.rest()
-            index, marker = first_marker(text, markers)
+            text, num_searched = source.rest(), self._num_searched - begin
+            index, marker = first_marker(text[num_searched:], markers)
+            index += num_searched
             if not marker and not source.is_ended:
                 index -= partial_length(text, markers)
-            is_late = len(source.held()) + index > len(held) + MAX_HELD_LENGTH
+            is_late = index > MAX_HELD_LENGTH
+            self._num_searched = begin + min(index, MAX_HELD_LENGTH)
             if is_late or marker in ends or (source.is_ended and not marker):
-                source.rewind(len(held))
                 self.release()
                 self._spared = [tuple(ends)]
                 return ""
-            if not marker:
-                yield
-                continue
-            parts.append(text[:index])
-            source.advance(index + len(marker))
-            if marker in stops:
-                self._lead = "".join(parts)
+            if marker:
+                source.advance(index + len(marker))
+                self._lead = held[: len(held) - len(held.lstrip())] + _without(text[:index], dropped)
                 return marker
+            yield
 
     def read_content(self, markers: Sequence[str], separator: str = "") -> Reading[str]:
         """Pass content on up to a marker; take the marker and return it, or "" at the end of the text.
 
         The marker is held, with the white space before it and, right after a call, the separator: they become content
-        only if no call follows. White space between a call and the end of the text is dropped.
+        only if no call follows. White space between a call and the end of the text is dropped. Of white space, the last
+        `MAX_HELD_LENGTH` characters are held at most, and what is before them is content.
         """
         source, message = self.source, self.message
         while True:
@@ -159,6 +160,7 @@ class CallReader:
                 before = before.rstrip()
             if separator and message.is_after_call and before.strip() == separator:
                 before = ""
+            before = text[: max(len(before), index - MAX_HELD_LENGTH)]
             self.add_content(before)
             source.advance(len(before))
             if marker in markers:
@@ -167,11 +169,17 @@ class CallReader:
                 return marker
             if marker:
                 if not message.is_after_call:
-                    self._space += text[len(before) : index]
+                    self._hold_space(text[len(before) : index])
                 source.advance(index - len(before) + len(marker))
                 yield from self._take_other(marker, markers)
             else:
                 yield
+
+    def _hold_space(self, text: str) -> None:
+        self._space += text
+        if len(self._space) > MAX_HELD_LENGTH:
+            self.message.add_content(self._space)
+            self._space = ""
 
     def _end_content(self, text: str, separator: str) -> None:
         self.source.advance(len(text))
@@ -192,3 +200,8 @@ class CallReader:
         elif spared:
             self._spared.remove(spared[0])
             self.add_content(marker)
+
+
+def _without(text: str, markers: Sequence[str]) -> str:
+    """Return a text without markers that are in it."""
+    return re.sub("|".join(map(re.escape, markers)), "", text) if markers else text

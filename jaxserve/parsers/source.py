@@ -14,7 +14,8 @@ Reading = Generator[None, None, Result]
 MAX_NAME_LENGTH = 256
 """Longest name of a tool; longer text is not a call."""
 MAX_HELD_LENGTH = 8192
-"""Most characters that are held back until it is certain whether a marker begins a call."""
+"""Most characters that are held back until it is certain whether a marker begins a call, and most white space that is
+looked through before a marker."""
 
 
 class NotACall(Exception):
@@ -22,21 +23,27 @@ class NotACall(Exception):
 
 
 class Source:
-    """The unread rest of a text. Held text was already read, but becomes content if it turns out not to be a call."""
+    """The unread rest of a text. Held text was already read, but becomes content if it turns out not to be a call.
+
+    A piece costs as much as its own length and that of the unread text, however much is held.
+    """
 
     def __init__(self) -> None:
         self._text = ""
         self._position = 0
+        self._num_before = 0  # characters before the text
         self._held_from: int | None = None
+        self._held_before: list[str] = []  # held pieces that are no longer in the text
         self.is_ended = False
 
     def feed(self, text: str) -> None:
         """Append a piece."""
-        keep = self._position if self._held_from is None else self._held_from
-        self._text = self._text[keep:] + text
-        self._position -= keep
         if self._held_from is not None:
+            self._held_before.append(self._text[self._held_from : self._position])
             self._held_from = 0
+        self._num_before += self._position
+        self._text = self._text[self._position :] + text
+        self._position = 0
 
     def end(self) -> None:
         """Mark the end of the text."""
@@ -45,6 +52,11 @@ class Source:
     def rest(self) -> str:
         """Return the unread text that is available."""
         return self._text[self._position :]
+
+    @property
+    def num_read(self) -> int:
+        """Number of characters read."""
+        return self._num_before + self._position
 
     @property
     def is_at_end(self) -> bool:
@@ -57,22 +69,27 @@ class Source:
 
     def hold(self) -> None:
         """Start holding the text that is read."""
-        self._held_from = self._position
+        self._held_from, self._held_before = self._position, []
 
     def held(self) -> str:
         """Return the text read since `hold`; empty when nothing is held."""
-        return "" if self._held_from is None else self._text[self._held_from : self._position]
+        if self._held_from is None:
+            return ""
+        return "".join([*self._held_before, self._text[self._held_from : self._position]])
 
     def release(self) -> str:
         """Return the text read since `hold` and stop holding; empty when nothing is held."""
         held = self.held()
-        self._held_from = None
+        self._held_from, self._held_before = None, []
         return held
 
     def rewind(self, num_held: int) -> None:
         """Unread the held text after its first `num_held` characters."""
         assert self._held_from is not None
-        self._position = self._held_from + num_held
+        held = self.held()
+        self._num_before = self.num_read - len(held)
+        self._text = held + self.rest()
+        self._held_from, self._held_before, self._position = 0, [], num_held
 
     def peek(self) -> Reading[str]:
         """Read the next character without taking it; empty at the end."""
@@ -99,10 +116,13 @@ class Source:
         self.advance(1)
 
     def match(self, options: Sequence[str]) -> Reading[str]:
-        """Take white space and the first option that follows it; return "" and take nothing if none does."""
+        """Take white space, at most `MAX_HELD_LENGTH` characters, and the first option that follows it; return "" and
+        take nothing if none does."""
         while True:
             rest = self.rest()
             text = rest.lstrip()
+            if len(rest) - len(text) > MAX_HELD_LENGTH:
+                return ""
             for option in options:
                 if text.startswith(option):
                     self.advance(len(rest) - len(text) + len(option))
@@ -182,8 +202,12 @@ class Source:
 
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str]:
     """Return the first marker in `text` and its index; the text's length and "" if there is none."""
-    found = [(index, marker) for marker in markers if (index := text.find(marker)) >= 0]
-    return min(found, default=(len(text), ""))
+    first, found = len(text), ""
+    for marker in markers:
+        index = text.find(marker, 0, first + len(marker))
+        if index >= 0 and (index, marker) < (first, found):
+            first, found = index, marker
+    return first, found
 
 
 def partial_length(text: str, markers: Sequence[str]) -> int:
