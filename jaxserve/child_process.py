@@ -25,6 +25,10 @@ NICENESS = 5
 _START_LIMIT_S = 60.0
 _KEPT = frozenset(("PATH", "HOME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"))
 _KEPT_PREFIXES = ("PYTHON", "LC_", "MALLOC_")
+_SECRET_ENDS = ("_API_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
+_SECRET_PREFIXES = ("OTEL_", "AWS_")
+_DOWNLOAD_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+"""An engine may need one to download its model."""
 
 
 def end_of(status: int | None) -> str:
@@ -223,5 +227,5 @@ def _clean_environment() -> dict[str, str]:
 
 
 def _is_secret(name: str) -> bool:
-    """Return whether a variable may hold a secret that no child needs; an engine may need HF_TOKEN to download."""
-    return name.endswith("_API_KEY") or name.startswith(("OTEL_", "AWS_"))
+    """Return whether a variable may hold a secret that no child needs."""
+    return name not in _DOWNLOAD_TOKENS and (name.endswith(_SECRET_ENDS) or name.startswith(_SECRET_PREFIXES))

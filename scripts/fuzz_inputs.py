@@ -6,20 +6,22 @@
     python scripts/fuzz_inputs.py http_body --add FILE ...   add files to the inputs that the gate replays
 
 With the package atheris, which has wheels for Linux on x86-64, branches that an input reaches guide the search;
-elsewhere inputs are changed at random from the corpus and the seeds. An input that fails is written to FINDINGS, and
+elsewhere lines do, which Python's own tracing sees more slowly. An input that fails is written to FINDINGS, and
 the exit status is 1: mend the product, and add the input to ``tests/fuzzing/corpora``, from which the gate replays it.
 ``--keep`` adds inputs that reach new branches to a folder, from which ``--keep`` of the next run goes on.
 """
 
 import argparse
+import hashlib
 import importlib
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     options.findings.mkdir(parents=True, exist_ok=True)
     if len(names) == 1:
-        return (_with_coverage if find_spec("atheris") else _without_coverage)(names[0], options)
+        return (_with_branches if find_spec("atheris") else _with_lines)(names[0], options)
     failed = [name for name in names if _in_own_process(name, options)]
     if failed:
         print(f"inputs that fail were found for: {', '.join(failed)}; see {options.findings}")
@@ -59,7 +61,7 @@ def _in_own_process(name: str, options: argparse.Namespace) -> int:
     return subprocess.run([sys.executable, __file__, name, *flags]).returncode
 
 
-def _with_coverage(name: str, options: argparse.Namespace) -> int:
+def _with_branches(name: str, options: argparse.Namespace) -> int:
     """Fuzz a target with libFuzzer, which ends this process."""
     atheris: Any = importlib.import_module("atheris")
     packages = _packages(name)
@@ -108,23 +110,69 @@ def _packages(name: str) -> list[str]:
     return code.stdout.split()
 
 
-def _without_coverage(name: str, options: argparse.Namespace) -> int:
-    """Change inputs at random until the time is over."""
+def _with_lines(name: str, options: argparse.Namespace) -> int:
+    """Change inputs at random until the time is over, and go on from those that reach new lines."""
     target, rng = load(name), random.Random(options.seed)
+    lines = _Lines(target.packages)
+    kept = None if options.keep is None else options.keep / name
     inputs, num_done, end_s = [*target.seeds, *corpus(name)], 0, time.monotonic() + options.seconds
-    print(f"{name}: {options.seconds} s, seed {options.seed}, without coverage: the package atheris is not installed")
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        inputs += [path.read_bytes() for path in sorted(kept.iterdir())]
+    print(f"{name}: {options.seconds} s, seed {options.seed}, guided by lines: the package atheris is not installed")
+    for data in inputs:
+        lines.reaches_new(target.run, data)
     while time.monotonic() < end_s:
         data = mutated(target, rng.choice(inputs), rng, rng.choice(inputs))[:_MAX_INPUT_BYTES]
         num_done += 1
         try:
-            target.run(data)
+            is_new = lines.reaches_new(target.run, data)
         except Exception:
             found = options.findings / f"{name}-crash-{num_done}"
             found.write_bytes(data)
             print(f"{name}: execution {num_done} failed; its input is in {found}", flush=True)
             raise
-    print(f"{name}: {num_done} executions, no finding")
+        if is_new:
+            inputs.append(data)
+            if kept is not None:
+                (kept / hashlib.sha1(data).hexdigest()).write_bytes(data)
+    print(f"{name}: {num_done} executions, {lines.num_lines} lines, no finding")
     return 0
+
+
+class _Lines:
+    """Lines of some modules that inputs have reached.
+
+    Args:
+        packages: The modules, with those below them.
+    """
+
+    def __init__(self, packages: Sequence[str]):
+        origins = [Path(str(spec.origin)) for package in packages if (spec := find_spec(package)) is not None]
+        self._places = tuple(str(path.parent if path.stem == "__init__" else path) for path in origins)
+        self._reached = set[tuple[CodeType, int]]()
+
+    @property
+    def num_lines(self) -> int:
+        """Number of lines reached so far."""
+        return len(self._reached)
+
+    def reaches_new(self, run: Callable[[bytes], None], data: bytes) -> bool:
+        """Run a target with an input; return whether lines were reached that none had reached before."""
+        before, previous = len(self._reached), sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            run(data)
+        finally:
+            sys.settrace(previous)
+        return len(self._reached) > before
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._step if frame.f_code.co_filename.startswith(self._places) else None
+
+    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
+        self._reached.add((frame.f_code, frame.f_lineno))
+        return self._step
 
 
 def _parser() -> argparse.ArgumentParser:

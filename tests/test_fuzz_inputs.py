@@ -1,5 +1,6 @@
 """Fuzz targets: what was found is replayed, some inputs are drawn, and the script tells what it finds."""
 
+import importlib
 import random
 import subprocess
 import sys
@@ -84,7 +85,28 @@ def test_nothing_that_fails_is_no_finding(broken: Path, capsys: pytest.CaptureFi
     (broken / "input").write_bytes(b"abc")
     assert fuzz_inputs.main(["http_body", "--input", str(broken / "input")]) == 0
     assert fuzz_inputs.main(["http_body", "--findings", str(broken), "--seconds", "0"]) == 0
-    assert "0 executions, no finding" in capsys.readouterr().out
+    assert "0 executions, 0 lines, no finding" in capsys.readouterr().out
+
+
+def test_lines_guide_the_search_without_atheris(
+    broken: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four bytes one after the other are found, as each one that is right reaches a line; at random they are not."""
+    module = broken / "reading_four_bytes.py"
+    lines = "".join(f"    if data[{at}] != {byte}:\n        return\n" for at, byte in enumerate(b"\x11\x7f\xa0\x42"))
+    module.write_text(f"def run(data):\n    data = data.ljust(4, b'\\0')\n{lines}    raise ValueError('found')\n")
+    monkeypatch.syspath_prepend(broken)
+    run = importlib.import_module(module.stem).run
+    monkeypatch.setattr(fuzz_inputs, "find_spec", lambda name: None if name == "atheris" else find_spec(name))
+    made = Target(run, seeds=(b"abcd",), words=(), packages=(module.stem,))
+    monkeypatch.setattr(fuzz_inputs, "load", lambda _: made)
+    flags = ["http_body", "--findings", str(broken), "--seconds", "300"]
+    with pytest.raises(ValueError, match="found"):
+        fuzz_inputs.main([*flags, "--keep", str(broken / "kept")])
+    (crash,) = broken.glob("http_body-crash-*")
+    assert crash.read_bytes()[:4] == b"\x11\x7f\xa0\x42"
+    assert len([*(broken / "kept" / "http_body").iterdir()]) >= 3
+    assert "guided by lines" in capsys.readouterr().out
 
 
 def test_changes_of_json_keep_the_first_byte_and_are_json() -> None:

@@ -6,6 +6,7 @@ import json
 
 from jaxserve.api.errors import RequestFailedError
 from jaxserve.api.request import Request
+from jaxserve.api.sampling_params import RequestOutputKind
 
 MAX_DEATHS = 2
 """Ends of the engine process at which a request may have been running."""
@@ -39,7 +40,8 @@ class PoisonList:
 
 
 def _fingerprint(caller: str, request: Request) -> bytes:
-    """Return a digest of what a request computes."""
+    """Return a digest of what a request computes, whether it is streamed or not."""
     chat = None if request.chat is None else json.dumps(request.chat, sort_keys=True, default=repr)
-    content = (caller, request.text, request.token_ids, chat, repr(request.params), repr(request.pooling))
+    params = request.params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+    content = (caller, request.text, request.token_ids, chat, repr(params), repr(request.pooling))
     return hashlib.sha256(repr(content).encode("utf-8", "surrogatepass")).digest()

@@ -86,6 +86,7 @@ def test_both_engines_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_children_see_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = ("JAXSERVE_API_KEY", "OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OTEL_EXPORTER_OTLP_HEADERS")
+    names += ("GITHUB_TOKEN", "DATABASE_PASSWORD", "CLIENT_SECRET")
     for name in names:
         monkeypatch.setenv(name, "secret")
     script = tmp_path / "show.py"

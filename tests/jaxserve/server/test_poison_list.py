@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.api.errors import EngineDeadError, RequestFailedError
 from jaxserve.api.request import Request
+from jaxserve.api.sampling_params import RequestOutputKind, SamplingParams
 from jaxserve.server.poison import PoisonList
 from tests.jaxserve.server.http_fakes import FakeEngine, Server, make_server
 
@@ -65,7 +66,10 @@ def test_others_parameters_and_callers_are_others() -> None:
         known.note_death("me", request)
     with pytest.raises(RequestFailedError, match="request two is not run"):
         known.check("me", Request(text="a", request_id="two"))
+    with pytest.raises(RequestFailedError, match="request three is not run"):
+        known.check("me", Request(request_id="three", text="a", params=SamplingParams(output_kind=RequestOutputKind.DELTA)))
     known.check("you", request)
+    known.check("me", Request(text="a", params=SamplingParams(max_tokens=3)))
     known.check("me", Request(text="b"))
     for number in range(2000):
         known.note_death("me", Request(text=str(number)))
