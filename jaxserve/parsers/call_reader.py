@@ -39,7 +39,7 @@ class CallReader:
         self._spared: list[Spellings] = []  # those of a block that is content
         self._space = ""  # content that is dropped if a call follows
         self._lead = ""  # content between the held markers, which are dropped if a call follows
-        self._num_searched = 0  # characters without a marker that ends a lead; searching them once keeps the work linear
+        self._num_searched = 0  # characters without a marker that ends a lead; one search keeps the work linear
 
     def open(self, name: str, call_id: str | None = None) -> None:
         """Open a call; the held text is its beginning. It gets a new id if the model wrote none, or one twice."""

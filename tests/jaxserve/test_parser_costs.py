@@ -38,7 +38,7 @@ def formats() -> list[str]:
 
 
 def work(parser: MessageParser, text: str, num_pieces: int) -> tuple[int, int]:
-    """The lines that run for the last of some pieces, and the bytes that a usual one before them allocates at a time."""
+    """The lines that run for the last of some pieces, and the most bytes that a usual one before them allocates."""
     for _ in range(num_pieces):
         parser.feed(text)
     num_lines = count()

@@ -66,8 +66,9 @@ def test_others_parameters_and_callers_are_others() -> None:
         known.note_death("me", request)
     with pytest.raises(RequestFailedError, match="request two is not run"):
         known.check("me", Request(text="a", request_id="two"))
+    streamed = SamplingParams(output_kind=RequestOutputKind.DELTA)
     with pytest.raises(RequestFailedError, match="request three is not run"):
-        known.check("me", Request(request_id="three", text="a", params=SamplingParams(output_kind=RequestOutputKind.DELTA)))
+        known.check("me", Request(request_id="three", text="a", params=streamed))
     known.check("you", request)
     known.check("me", Request(text="a", params=SamplingParams(max_tokens=3)))
     known.check("me", Request(text="b"))
