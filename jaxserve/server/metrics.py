@@ -8,6 +8,7 @@ import importlib.metadata
 import platform
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from jaxserve.api.errors import JaxserveError
 from jaxserve.api.metric_types import HELP, Counter, Gauge, Metric, prometheus_text
@@ -95,6 +96,39 @@ def values_of_all(metrics: Iterable[Metric]) -> dict[str, float]:
         if not metric.labels.keys() - {"engine"}:
             found[metric.name.partition(":")[2]].append(metric.value)
     return {name: sum(values) / (len(values) if name.endswith("_perc") else 1) for name, values in found.items()}
+
+
+class RankProgress(NamedTuple):
+    """How far a process of a group is, other than rank 0.
+
+    Attributes:
+        engine: Index of its replica.
+        rank: Its rank in the group.
+        host: Where it runs.
+        num_steps: Steps that it has finished.
+        num_sent_bytes: Bytes of plans and other messages sent to it.
+    """
+
+    engine: int
+    rank: int
+    host: str
+    num_steps: int
+    num_sent_bytes: int
+
+
+def rank_progress(metrics: Iterable[Metric]) -> list[RankProgress]:
+    """Return how far each process of each group is, in order of replicas and ranks."""
+    found = collections.defaultdict[tuple[int, int, str], dict[str, int]](dict)
+    for metric in metrics:
+        name = metric.name.partition(":")[2]
+        if name in ("group_steps", "group_sent_bytes"):
+            labels = metric.labels
+            place = int(labels.get("engine", ENGINE)), int(labels["rank"]), labels["host"]
+            found[place][name] = int(metric.value)
+    return [
+        RankProgress(*place, values.get("group_steps", 0), values.get("group_sent_bytes", 0))
+        for place, values in sorted(found.items())
+    ]
 
 
 def info_of(frontend: Frontend) -> EngineInfo | None:

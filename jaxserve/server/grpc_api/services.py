@@ -15,7 +15,7 @@ from jaxserve.server.grpc_api.generation import conversation_fields
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL
 from jaxserve.server.grpc_api.open_streams import Context
 from jaxserve.server.long_work import LongWork
-from jaxserve.server.metrics import values_of_all
+from jaxserve.server.metrics import rank_progress, values_of_all
 from jaxserve.server.proto.jaxserve.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -136,8 +136,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             )
             for index, is_up in enumerate(engine.groups_up)
         ]
+        ranks = [admin_pb2.RankProgress(**each._asdict()) for each in rank_progress(metrics)]
         return admin_pb2.GetLoadResponse(
-            **_load(metrics), num_in_flight=ledger.num_in_flight, is_draining=not ledger.is_open, groups=groups
+            **_load(metrics),
+            num_in_flight=ledger.num_in_flight,
+            is_draining=not ledger.is_open,
+            groups=groups,
+            ranks=ranks,
         )
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:

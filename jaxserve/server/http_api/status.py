@@ -16,7 +16,7 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.endpoint import HttpCall
 from jaxserve.server.http_api.generation import VERSION
 from jaxserve.server.http_api.responses import json_response
-from jaxserve.server.metrics import engine_metrics, info_of, metrics_text, values_of_all, versions
+from jaxserve.server.metrics import engine_metrics, info_of, metrics_text, rank_progress, values_of_all, versions
 from jaxserve.server.proto.jaxserve.v1 import model_pb2
 
 _NUMBERS = (
@@ -177,6 +177,7 @@ def _report(frontend: Frontend, engine: list[Metric] | None) -> dict[str, Any]:
         "model_names": list(frontend.model_names),
         "model": None if info is None else _facts(info.model),
         "groups_up": list(frontend.engine.groups_up),
+        "ranks": [each._asdict() for each in rank_progress(engine or ())],
         "has_chat": info is not None and info.has_chat_template,
         "engine": {name: values[name] for name in _NUMBERS if name in values} if engine else None,
         "prefix_cache_misses": misses if engine else None,

@@ -1,9 +1,11 @@
 """The story of an engine in two processes: the answers of one process, then the death of a follower."""
 
+import json
 import socket
 import time
 
 from jaxserve import LLM
+from jaxserve.client import AdminClient
 from scripts.server_child import RunningServer
 from tests.group_server import (
     answers,
@@ -33,6 +35,14 @@ def assert_follows(server: RunningServer) -> None:
             break
         time.sleep(0.05)
     assert finished == steps > 0 and sent > 20 * steps
+    shown = {"engine": 0, "rank": 1, "host": socket.gethostname(), "num_steps": finished, "num_sent_bytes": sent}
+    (on_page,) = json.loads(text_of(server, "/status.json"))["ranks"]
+    with AdminClient(server.admin) as client:
+        (told,) = client.load().ranks
+    in_load = {field.name: getattr(told, field.name) for field in told.DESCRIPTOR.fields}
+    for found in (on_page, in_load):  # an idle follower gets a message now and then
+        assert found.pop("num_sent_bytes") >= sent
+        assert found == {name: value for name, value in shown.items() if name != "num_sent_bytes"}
 
 
 def test_two_processes_answer_as_one_and_end_together() -> None:

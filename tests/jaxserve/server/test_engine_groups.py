@@ -235,6 +235,23 @@ def test_operators_see_the_load_of_each_group() -> None:
     assert list(both.groups) == [first] * 2 and both.num_running == 2 * load.num_running
 
 
+def test_operators_see_how_far_each_process_is() -> None:
+    groups = [FakeGroup(), FakeGroup()]
+    for index, group in enumerate(groups):
+        labels = {"rank": str(index + 1), "host": f"node{index}"}
+        progress = [Counter(f"jaxserve:group_{name}", labels, 7 + index) for name in ("steps", "sent_bytes")]
+        group.answers["metrics"] = [*engine_numbers(), *progress]
+    frontend = Frontend(ServerConfig(), groups_of(*groups), "tiny")
+    servicer: Any = AdminServicer(frontend, lambda timeout_s: None)
+    load = asyncio.run(servicer.GetLoad(admin_pb2.GetLoadRequest(), None))
+    expected = [
+        {"engine": index, "rank": index + 1, "host": f"node{index}", "num_steps": number, "num_sent_bytes": number}
+        for index, number in enumerate((7, 8))
+    ]
+    assert [*load.ranks] == [admin_pb2.RankProgress(**each) for each in expected]
+    assert client_of(frontend).get("/status.json").json()["ranks"] == expected
+
+
 def test_a_group_that_has_ended_is_in_no_counter() -> None:
     groups = [FakeGroup(), FakeGroup()]
     groups[0].is_up = False

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from jaxserve.server.proto.jaxserve.v1 import model_pb2 as jaxserve_dot_v1_dot_model__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17jaxserve/v1/admin.proto\x12\x0bjaxserve.v1\x1a\x17jaxserve/v1/model.proto\"\x10\n\x0eGetLoadRequest\"\xa7\x01\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\x03\x12\x16\n\x0ekv_cache_usage\x18\x03 \x01(\x01\x12\x15\n\rnum_in_flight\x18\x04 \x01(\x03\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12&\n\x06groups\x18\x06 \x03(\x0b\x32\x16.jaxserve.v1.GroupLoad\"\\\n\tGroupLoad\x12\r\n\x05is_up\x18\x01 \x01(\x08\x12\x13\n\x0bnum_running\x18\x02 \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\x03\x12\x16\n\x0ekv_cache_usage\x18\x04 \x01(\x01\"4\n\x0c\x44rainRequest\x12\x16\n\ttimeout_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"\x0f\n\rDrainResponse\"\x19\n\x17ResetPrefixCacheRequest\"\x1a\n\x18ResetPrefixCacheResponse\"\x15\n\x13StartProfileRequest\")\n\x14StartProfileResponse\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x14\n\x12StopProfileRequest\"(\n\x13StopProfileResponse\x12\x11\n\tdirectory\x18\x01 \x01(\t\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\t\"L\n\x0eReshardRequest\x12\x11\n\x04mesh\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x06layout\x18\x02 \x01(\tH\x01\x88\x01\x01\x42\x07\n\x05_meshB\t\n\x07_layout\"\xb4\x03\n\x0fReshardResponse\x12(\n\tfrom_mesh\x18\x01 \x03(\x0b\x32\x15.jaxserve.v1.MeshAxis\x12&\n\x07to_mesh\x18\x02 \x03(\x0b\x32\x15.jaxserve.v1.MeshAxis\x12\x13\n\x0b\x66rom_layout\x18\x03 \x01(\t\x12\x11\n\tto_layout\x18\x04 \x01(\t\x12\x14\n\x0cnum_programs\x18\x05 \x01(\x03\x12\x11\n\tcompile_s\x18\x06 \x01(\x01\x12\x0f\n\x07pause_s\x18\x07 \x01(\x01\x12\x0f\n\x07\x64rain_s\x18\x08 \x01(\x01\x12\x0e\n\x06move_s\x18\t \x01(\x01\x12\x11\n\twarm_up_s\x18\n \x01(\x01\x12\x14\n\x0cweight_bytes\x18\x0b \x01(\x03\x12\x12\n\npage_bytes\x18\x0c \x01(\x03\x12\x11\n\tnum_pages\x18\r \x01(\x03\x12\x18\n\x10num_cached_pages\x18\x0e \x01(\x03\x12\x14\n\x0cnum_requeued\x18\x0f \x01(\x03\x12\x1d\n\x15num_recomputed_tokens\x18\x10 \x01(\x03\x12\x12\n\nnum_states\x18\x11 \x01(\x03\x12\x19\n\x11num_cached_states\x18\x12 \x01(\x03\x32\xa2\x04\n\x0c\x41\x64minService\x12\x44\n\x07GetLoad\x12\x1b.jaxserve.v1.GetLoadRequest\x1a\x1c.jaxserve.v1.GetLoadResponse\x12>\n\x05\x44rain\x12\x19.jaxserve.v1.DrainRequest\x1a\x1a.jaxserve.v1.DrainResponse\x12_\n\x10ResetPrefixCache\x12$.jaxserve.v1.ResetPrefixCacheRequest\x1a%.jaxserve.v1.ResetPrefixCacheResponse\x12S\n\x0cStartProfile\x12 .jaxserve.v1.StartProfileRequest\x1a!.jaxserve.v1.StartProfileResponse\x12P\n\x0bStopProfile\x12\x1f.jaxserve.v1.StopProfileRequest\x1a .jaxserve.v1.StopProfileResponse\x12>\n\x05\x41\x62ort\x12\x19.jaxserve.v1.AbortRequest\x1a\x1a.jaxserve.v1.AbortResponse\x12\x44\n\x07Reshard\x12\x1b.jaxserve.v1.ReshardRequest\x1a\x1c.jaxserve.v1.ReshardResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17jaxserve/v1/admin.proto\x12\x0bjaxserve.v1\x1a\x17jaxserve/v1/model.proto\"\x10\n\x0eGetLoadRequest\"\xd1\x01\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\x03\x12\x16\n\x0ekv_cache_usage\x18\x03 \x01(\x01\x12\x15\n\rnum_in_flight\x18\x04 \x01(\x03\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12&\n\x06groups\x18\x06 \x03(\x0b\x32\x16.jaxserve.v1.GroupLoad\x12(\n\x05ranks\x18\x07 \x03(\x0b\x32\x19.jaxserve.v1.RankProgress\"e\n\x0cRankProgress\x12\x0e\n\x06\x65ngine\x18\x01 \x01(\x03\x12\x0c\n\x04rank\x18\x02 \x01(\x03\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x11\n\tnum_steps\x18\x04 \x01(\x03\x12\x16\n\x0enum_sent_bytes\x18\x05 \x01(\x03\"\\\n\tGroupLoad\x12\r\n\x05is_up\x18\x01 \x01(\x08\x12\x13\n\x0bnum_running\x18\x02 \x01(\x03\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\x03\x12\x16\n\x0ekv_cache_usage\x18\x04 \x01(\x01\"4\n\x0c\x44rainRequest\x12\x16\n\ttimeout_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"\x0f\n\rDrainResponse\"\x19\n\x17ResetPrefixCacheRequest\"\x1a\n\x18ResetPrefixCacheResponse\"\x15\n\x13StartProfileRequest\")\n\x14StartProfileResponse\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x14\n\x12StopProfileRequest\"(\n\x13StopProfileResponse\x12\x11\n\tdirectory\x18\x01 \x01(\t\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\t\"L\n\x0eReshardRequest\x12\x11\n\x04mesh\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x06layout\x18\x02 \x01(\tH\x01\x88\x01\x01\x42\x07\n\x05_meshB\t\n\x07_layout\"\xb4\x03\n\x0fReshardResponse\x12(\n\tfrom_mesh\x18\x01 \x03(\x0b\x32\x15.jaxserve.v1.MeshAxis\x12&\n\x07to_mesh\x18\x02 \x03(\x0b\x32\x15.jaxserve.v1.MeshAxis\x12\x13\n\x0b\x66rom_layout\x18\x03 \x01(\t\x12\x11\n\tto_layout\x18\x04 \x01(\t\x12\x14\n\x0cnum_programs\x18\x05 \x01(\x03\x12\x11\n\tcompile_s\x18\x06 \x01(\x01\x12\x0f\n\x07pause_s\x18\x07 \x01(\x01\x12\x0f\n\x07\x64rain_s\x18\x08 \x01(\x01\x12\x0e\n\x06move_s\x18\t \x01(\x01\x12\x11\n\twarm_up_s\x18\n \x01(\x01\x12\x14\n\x0cweight_bytes\x18\x0b \x01(\x03\x12\x12\n\npage_bytes\x18\x0c \x01(\x03\x12\x11\n\tnum_pages\x18\r \x01(\x03\x12\x18\n\x10num_cached_pages\x18\x0e \x01(\x03\x12\x14\n\x0cnum_requeued\x18\x0f \x01(\x03\x12\x1d\n\x15num_recomputed_tokens\x18\x10 \x01(\x03\x12\x12\n\nnum_states\x18\x11 \x01(\x03\x12\x19\n\x11num_cached_states\x18\x12 \x01(\x03\x32\xa2\x04\n\x0c\x41\x64minService\x12\x44\n\x07GetLoad\x12\x1b.jaxserve.v1.GetLoadRequest\x1a\x1c.jaxserve.v1.GetLoadResponse\x12>\n\x05\x44rain\x12\x19.jaxserve.v1.DrainRequest\x1a\x1a.jaxserve.v1.DrainResponse\x12_\n\x10ResetPrefixCache\x12$.jaxserve.v1.ResetPrefixCacheRequest\x1a%.jaxserve.v1.ResetPrefixCacheResponse\x12S\n\x0cStartProfile\x12 .jaxserve.v1.StartProfileRequest\x1a!.jaxserve.v1.StartProfileResponse\x12P\n\x0bStopProfile\x12\x1f.jaxserve.v1.StopProfileRequest\x1a .jaxserve.v1.StopProfileResponse\x12>\n\x05\x41\x62ort\x12\x19.jaxserve.v1.AbortRequest\x1a\x1a.jaxserve.v1.AbortResponse\x12\x44\n\x07Reshard\x12\x1b.jaxserve.v1.ReshardRequest\x1a\x1c.jaxserve.v1.ReshardResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,33 +35,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETLOADREQUEST']._serialized_start=65
   _globals['_GETLOADREQUEST']._serialized_end=81
   _globals['_GETLOADRESPONSE']._serialized_start=84
-  _globals['_GETLOADRESPONSE']._serialized_end=251
-  _globals['_GROUPLOAD']._serialized_start=253
-  _globals['_GROUPLOAD']._serialized_end=345
-  _globals['_DRAINREQUEST']._serialized_start=347
-  _globals['_DRAINREQUEST']._serialized_end=399
-  _globals['_DRAINRESPONSE']._serialized_start=401
-  _globals['_DRAINRESPONSE']._serialized_end=416
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=418
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=443
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=445
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=471
-  _globals['_STARTPROFILEREQUEST']._serialized_start=473
-  _globals['_STARTPROFILEREQUEST']._serialized_end=494
-  _globals['_STARTPROFILERESPONSE']._serialized_start=496
-  _globals['_STARTPROFILERESPONSE']._serialized_end=537
-  _globals['_STOPPROFILEREQUEST']._serialized_start=539
-  _globals['_STOPPROFILEREQUEST']._serialized_end=559
-  _globals['_STOPPROFILERESPONSE']._serialized_start=561
-  _globals['_STOPPROFILERESPONSE']._serialized_end=601
-  _globals['_ABORTREQUEST']._serialized_start=603
-  _globals['_ABORTREQUEST']._serialized_end=638
-  _globals['_ABORTRESPONSE']._serialized_start=640
-  _globals['_ABORTRESPONSE']._serialized_end=684
-  _globals['_RESHARDREQUEST']._serialized_start=686
-  _globals['_RESHARDREQUEST']._serialized_end=762
-  _globals['_RESHARDRESPONSE']._serialized_start=765
-  _globals['_RESHARDRESPONSE']._serialized_end=1201
-  _globals['_ADMINSERVICE']._serialized_start=1204
-  _globals['_ADMINSERVICE']._serialized_end=1750
+  _globals['_GETLOADRESPONSE']._serialized_end=293
+  _globals['_RANKPROGRESS']._serialized_start=295
+  _globals['_RANKPROGRESS']._serialized_end=396
+  _globals['_GROUPLOAD']._serialized_start=398
+  _globals['_GROUPLOAD']._serialized_end=490
+  _globals['_DRAINREQUEST']._serialized_start=492
+  _globals['_DRAINREQUEST']._serialized_end=544
+  _globals['_DRAINRESPONSE']._serialized_start=546
+  _globals['_DRAINRESPONSE']._serialized_end=561
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=563
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=588
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=590
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=616
+  _globals['_STARTPROFILEREQUEST']._serialized_start=618
+  _globals['_STARTPROFILEREQUEST']._serialized_end=639
+  _globals['_STARTPROFILERESPONSE']._serialized_start=641
+  _globals['_STARTPROFILERESPONSE']._serialized_end=682
+  _globals['_STOPPROFILEREQUEST']._serialized_start=684
+  _globals['_STOPPROFILEREQUEST']._serialized_end=704
+  _globals['_STOPPROFILERESPONSE']._serialized_start=706
+  _globals['_STOPPROFILERESPONSE']._serialized_end=746
+  _globals['_ABORTREQUEST']._serialized_start=748
+  _globals['_ABORTREQUEST']._serialized_end=783
+  _globals['_ABORTRESPONSE']._serialized_start=785
+  _globals['_ABORTRESPONSE']._serialized_end=829
+  _globals['_RESHARDREQUEST']._serialized_start=831
+  _globals['_RESHARDREQUEST']._serialized_end=907
+  _globals['_RESHARDRESPONSE']._serialized_start=910
+  _globals['_RESHARDRESPONSE']._serialized_end=1346
+  _globals['_ADMINSERVICE']._serialized_start=1349
+  _globals['_ADMINSERVICE']._serialized_end=1895
 # @@protoc_insertion_point(module_scope)

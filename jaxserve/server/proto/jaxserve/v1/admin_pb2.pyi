@@ -12,20 +12,36 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_cache_usage", "num_in_flight", "is_draining", "groups")
+    __slots__ = ("num_running", "num_waiting", "kv_cache_usage", "num_in_flight", "is_draining", "groups", "ranks")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
     NUM_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_cache_usage: float
     num_in_flight: int
     is_draining: bool
     groups: _containers.RepeatedCompositeFieldContainer[GroupLoad]
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., num_in_flight: _Optional[int] = ..., is_draining: _Optional[bool] = ..., groups: _Optional[_Iterable[_Union[GroupLoad, _Mapping]]] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankProgress]
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., num_in_flight: _Optional[int] = ..., is_draining: _Optional[bool] = ..., groups: _Optional[_Iterable[_Union[GroupLoad, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankProgress, _Mapping]]] = ...) -> None: ...
+
+class RankProgress(_message.Message):
+    __slots__ = ("engine", "rank", "host", "num_steps", "num_sent_bytes")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    engine: int
+    rank: int
+    host: str
+    num_steps: int
+    num_sent_bytes: int
+    def __init__(self, engine: _Optional[int] = ..., rank: _Optional[int] = ..., host: _Optional[str] = ..., num_steps: _Optional[int] = ..., num_sent_bytes: _Optional[int] = ...) -> None: ...
 
 class GroupLoad(_message.Message):
     __slots__ = ("is_up", "num_running", "num_waiting", "kv_cache_usage")
