@@ -14,6 +14,7 @@ logger = logging.getLogger(__name__)
 FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 """What a client gets whose connection is one too many."""
 _LOG_INTERVAL_S = 60.0
+_LINES_PER_INTERVAL = 60
 
 
 class TransferLimits(NamedTuple):
@@ -88,3 +89,33 @@ class AcceptFailures:
             self._next_s = self._clock() + _LOG_INTERVAL_S
             why = context.get("exception")
             logger.error("connections cannot be accepted: %s; failed attempts so far: %d", why, self._num_failed)
+
+
+class FewLines(logging.Filter):
+    """Lets few lines of each kind through in a minute: any client can cause them, without a key, as often as it likes.
+
+    The next line of a kind tells how many were left out. Lines of one kind have one format.
+
+    Args:
+        most: Most lines of a kind in a minute.
+        clock: Returns seconds of a monotonic clock.
+    """
+
+    def __init__(self, most: int = _LINES_PER_INTERVAL, clock: Callable[[], float] = time.monotonic):
+        super().__init__()
+        self._most = most
+        self._clock = clock
+        self._seen: dict[str, tuple[float, int]] = {}  # by format: when a minute began, and lines since then
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a line is written."""
+        now_s, kind = self._clock(), str(record.msg)
+        begin_s, number = self._seen.get(kind, (now_s, 0))
+        num_left_out = 0
+        if now_s >= begin_s + _LOG_INTERVAL_S:
+            num_left_out, begin_s, number = max(0, number - self._most), now_s, 0
+        self._seen[kind] = begin_s, number + 1
+        if num_left_out:
+            record.msg = f"{kind}; %d lines like this were left out before"
+            record.args = (*record.args, num_left_out) if isinstance(record.args, tuple) else (num_left_out,)
+        return number < self._most

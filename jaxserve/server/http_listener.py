@@ -18,7 +18,8 @@ from typing import Any, cast
 import uvicorn
 
 from jaxserve.api.errors import ConfigError
-from jaxserve.server.connections import ConnectionLimits, TransferLimits
+from jaxserve.server import http_protocol, http_transport
+from jaxserve.server.connections import ConnectionLimits, FewLines, TransferLimits
 from jaxserve.server.frontend import Frontend
 from jaxserve.server.http_api.app import make_app
 from jaxserve.server.http_protocol import HttpProtocol
@@ -28,6 +29,7 @@ from jaxserve.server.tls import make_ssl_context, watch_files
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_FEW_LINES = FewLines()
 
 
 def _settings(frontend: Frontend) -> uvicorn.Config:
@@ -69,6 +71,8 @@ async def http_listening(frontend: Frontend, note_end: Callable[[], None] | None
     """
     config, settings = frontend.config, _settings(frontend)
     settings.load()
+    for module in (http_protocol, http_transport):
+        module.logger.addFilter(_FEW_LINES)
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(_bound(config))
         address = _http_address(config, bound)

@@ -11,8 +11,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from jaxserve.server import connections
-from jaxserve.server.connections import AcceptFailures, ConnectionLimits, TransferLimits, raise_open_files_limit
+from jaxserve.server import connections, http_listener
+from jaxserve.server.connections import (
+    AcceptFailures,
+    ConnectionLimits,
+    FewLines,
+    TransferLimits,
+    raise_open_files_limit,
+)
 from jaxserve.server.http_listener import http_listening
 from jaxserve.server.http_protocol import Exchange
 from jaxserve.server.http_transport import WatchedTransport
@@ -252,6 +258,39 @@ def test_failures_to_accept_are_logged_once_a_minute(caplog: pytest.LogCaptureFi
     first, second, third = (record.getMessage() for record in caplog.records)
     assert first == "connections cannot be accepted: [Errno 24] Too many open files; failed attempts so far: 1"
     assert second.endswith("failed attempts so far: 5001") and third == "another error"
+
+
+def test_lines_that_clients_cause_are_few(caplog: pytest.LogCaptureFixture) -> None:
+    now_s, few = [100.0], FewLines(3, lambda: now_s[0])
+    logger = logging.getLogger("jaxserve.test.few")
+    logger.addFilter(few)
+    with caplog.at_level(logging.INFO):
+        for wave in range(3):
+            for number in range(10):
+                logger.info("%s is late by %d s", "client", number)
+            logger.info("another kind")
+            now_s[0] += 30 * (1 + wave)
+    lines = [record.getMessage() for record in caplog.records]
+    left_out = "; 17 lines like this were left out before"
+    first = [f"client is late by {number} s" for number in range(3)]
+    assert lines == [*first, *["another kind"] * 2, first[0] + left_out, *first[1:], "another kind"]
+
+
+def test_late_requests_write_few_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_listener, "_FEW_LINES", FewLines(2))
+
+    async def main() -> None:
+        server = make_server(port=0, grpc_port=-1, stall_timeout=0.2)
+        async with http_listening(server.frontend) as address:
+            opened = [await sent(port_of(address), b"GET") for _ in range(20)]
+            with contextlib.suppress(ConnectionError):
+                for reader, _ in opened:
+                    await reader.read()
+            await closed(*(writer for _, writer in opened))
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(main())
+    assert sum("did not arrive within" in record.getMessage() for record in caplog.records) == 2
 
 
 def test_as_many_files_may_be_open_as_the_machine_allows(monkeypatch: pytest.MonkeyPatch) -> None:
