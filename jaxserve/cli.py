@@ -162,6 +162,9 @@ def _add_eval(commands: Any) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
+    # gRPC's C library reads this when it is imported. Otherwise it writes a line to standard error for each handshake
+    # that fails, in its own form, and waits while a pipe there is full.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from jaxserve.server.main import serve
 
     arguments, config, group = command.serve_arguments(options)

@@ -16,10 +16,12 @@ import httpx2
 import pytest
 
 from jaxserve.server.proto.jaxserve.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
-from scripts.server_child import REPOSITORY, RunningServer
+from scripts.server_child import REPOSITORY, RunningServer, as_flags
+from tests.certificates import Authority
 from tests.faults.conftest import faulty_environment
 from tests.faults.steps import slow_steps
 from tests.faults.talk import LONG, long_call, post, sampling, stream, wait_until
+from tests.free_ports import free_ports
 from tests.hooks import injected
 from tests.server_process import running_server
 
@@ -60,6 +62,40 @@ def test_a_server_without_descriptors_writes_few_lines_and_recovers(tmp_path: Pa
         assert process.wait(60) == 0
         assert log.read_text().count("cannot be accepted: [Errno 24] Too many open files") == 1
         assert len(log.read_text()) < 10_000
+    finally:
+        process.kill()
+        process.wait()
+
+
+def fails_a_handshake(port: int) -> bool:
+    """Whether a gRPC listener with certificates has ended a connection that speaks no TLS."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), 60) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            return connection.recv(100) is not None
+    except ConnectionRefusedError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_failed_handshakes_write_no_lines_of_another_form(tmp_path: Path) -> None:
+    (tmp_path / injected.START_HANGS).touch()
+    made, log, port = Authority(tmp_path / "authority").sign("server"), tmp_path / "log", free_ports()
+    flags = ("--uds", str(tmp_path / "http"), "--grpc-port", str(port), "--admin-port", "-1", "--log-format", "json")
+    flags += tuple(as_flags(made.settings))
+    environment = {**os.environ, **faulty_environment(tmp_path)}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxserve", "serve", *flags], cwd=REPOSITORY, env=environment, stderr=output
+        )
+    try:
+        wait_until(lambda: fails_a_handshake(port), "it listens")
+        assert all(fails_a_handshake(port) for _ in range(20))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
+        assert len(messages) < 20
     finally:
         process.kill()
         process.wait()
