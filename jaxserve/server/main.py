@@ -20,7 +20,12 @@ from jaxserve.server.frontend import Frontend
 from jaxserve.server.grpc_api.server import GrpcServer
 from jaxserve.server.http_listener import http_listening
 from jaxserve.server.key_watch import KeyWatch
-from jaxserve.server.resources import map_large_buffers_apart, share_heap, switch_threads_often
+from jaxserve.server.resources import (
+    map_large_buffers_apart,
+    return_free_memory,
+    share_heap,
+    switch_threads_often,
+)
 from jaxserve.server.restarts import Pauses
 from jaxserve.server.settings import ServerConfig, is_loopback
 
@@ -103,6 +108,7 @@ class ServerLife:
                     return EXIT_ENGINE_DEAD if self._has_lost_http else 0
                 spare_lasting_objects()
                 self._open()
+                returning = asyncio.create_task(return_free_memory())
                 try:
                     # May fail: the engine ends all the same. With its line end in one piece, no line of the log can
                     # come between where both go to one terminal.
@@ -110,6 +116,7 @@ class ServerLife:
                     status = await self._serve_until_end()
                     return EXIT_ENGINE_DEAD if self._has_lost_http else status
                 finally:
+                    returning.cancel()
                     self._close("the server is shutting down")
                     await self._grpc.stop(_FLUSH_S)
                     await self._stop_engine()

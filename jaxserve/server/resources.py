@@ -1,5 +1,6 @@
 """This process's use of the machine, named as in Prometheus' own clients, and a fix that keeps its memory flat."""
 
+import asyncio
 import contextlib
 import ctypes
 import os
@@ -13,6 +14,7 @@ from jaxserve.api.metric_types import Counter, Gauge, Metric
 LARGE_BUFFER_BYTES = 128 << 10
 """glibc's initial threshold for buffers in mappings of their own."""
 SWITCH_INTERVAL_S = 0.0005
+RETURN_INTERVAL_S = 60.0
 _PROC = Path("/proc/self")
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _M_ARENA_MAX = -8
@@ -81,6 +83,18 @@ def share_heap() -> None:
     """
     if "MALLOC_ARENA_MAX" not in os.environ and "arena_max" not in os.environ.get("GLIBC_TUNABLES", ""):
         _set_allocator(_M_ARENA_MAX, 1)
+
+
+async def return_free_memory(interval_s: float = RETURN_INTERVAL_S) -> None:
+    """Give free pages of the heap back to the system now and then, until the task is cancelled.
+
+    glibc does so by itself only with those at the heap's end (``malloc_trim(3)``), so that a heap stays as large as
+    what the bodies and responses of its worst minute have taken. Takes 20 ms for 100 MB, in a thread.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        await asyncio.sleep(interval_s)
+        await asyncio.to_thread(trim, 0)
 
 
 def _set_allocator(option: int, value: int) -> None:

@@ -59,6 +59,37 @@ def test_large_buffers_are_mapped_apart_each_time(is_kept: bool, environment: di
     assert result.stdout.strip() == expected
 
 
+_FREED = """
+import asyncio
+from pathlib import Path
+from jaxserve.server.resources import return_free_memory, share_heap
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+async def main():
+    share_heap()
+    before = resident_mib()
+    kept = [bytes(3000) for _ in range(40_000)]
+    pins = kept[::500]
+    kept.clear()
+    after = resident_mib()
+    returning = asyncio.create_task(return_free_memory(0.01))
+    while resident_mib() > before + 20:
+        await asyncio.sleep(0.01)
+    returning.cancel()
+    print(after > before + 80)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(getattr(ctypes.CDLL(None), "malloc_trim", None) is None, reason="the C library is not glibc")
+def test_free_memory_between_what_is_kept_is_given_back() -> None:
+    found = subprocess.run([sys.executable, "-c", _FREED], capture_output=True, text=True, check=True, timeout=60)
+    assert found.stdout == "True\n", "it would have been kept"
+
+
 _IN_HEAP = """
 import ctypes, threading
 from jaxserve.server.resources import share_heap
