@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import pytest
 
+from jaxserve import LLM
 from jaxserve.device.program_cache import check_entries, use_compilation_cache
+from jaxserve.engine import startup
 from jaxserve.layers.cpu import cpu_key
 from tests.jaxserve.test_memory import FakeGpu
 
@@ -119,6 +121,19 @@ def test_the_least_recently_used_go(folder: Path) -> None:
     assert after == 5  # three more were compiled
     assert not first.exists()
     assert all(path.exists() for path in others)
+
+
+def test_an_engine_passes_its_limit_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AskedError(Exception):
+        """The folder was asked for."""
+
+    def use(directory: str, device: Any, max_bytes: int) -> None:
+        raise AskedError(directory, max_bytes)
+
+    monkeypatch.setattr(startup, "use_compilation_cache", use)
+    with pytest.raises(AskedError) as asked:
+        LLM("demo", compilation_cache_dir="programs", compilation_cache_max_bytes=12345)
+    assert asked.value.args == ("programs", 12345)
 
 
 @pytest.fixture

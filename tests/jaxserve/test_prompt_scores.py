@@ -1,12 +1,13 @@
 """Log-probabilities of prompts: arrays that read like those of each token, and no more of a request than is allowed."""
 
+import asyncio
 import tracemalloc
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from jaxserve import LLM, RequestError, SamplingParams
+from jaxserve import LLM, AsyncLLM, EngineConfig, RequestError, SamplingParams
 from jaxserve.api.packed_logprobs import PackedLogprobs
 from jaxserve.api.request import Request
 from jaxserve.engine.admission import Admission
@@ -105,6 +106,19 @@ def test_a_request_has_so_many_at_most(fields: dict[str, Any], num_logprobs: int
     with pytest.raises(RequestError, match=rf"limit {num_logprobs - 1} \(max_logprobs_per_request\)") as caught:
         limits(num_logprobs - 1).fit_logprobs(params, 50, True)
     assert caught.value.parameter == ("prompt_logprobs" if fields == {"prompt_logprobs": 4} else "logprobs")
+
+
+def test_only_engines_that_serve_limit_the_logprobs_of_a_request() -> None:
+    params = SamplingParams(n=500, logprobs=20, max_tokens=100, min_tokens=100)
+
+    async def serve() -> None:
+        async with AsyncLLM("demo", warm_up=False) as engine:
+            async for _ in engine.generate("a", params):
+                pass
+
+    with pytest.raises(RequestError, match="limit 1048576 .max_logprobs_per_request."):
+        asyncio.run(serve())
+    assert EngineConfig.from_arguments("demo").max_logprobs_per_request == -1
 
 
 def test_max_tokens_that_were_not_asked_for_are_lowered() -> None:
