@@ -45,7 +45,7 @@ def _certificates(place: GroupPlace) -> dict[str, Any]:
     if place.certfile is None:
         return {}
     if not jax_has_mtls():
-        logger.warning("JAX's own connections are not encrypted: its version is older than 0.12")
+        logger.warning("JAX's own connections are not encrypted: its version is older than 0.11.2")
         return {}
     files = {"mtls_cert_file": place.certfile, "mtls_key_file": place.keyfile, "mtls_ca_file": place.ca_certs}
     return {**files, "verify_secure_credentials": True}

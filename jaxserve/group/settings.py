@@ -152,7 +152,7 @@ class GroupConfig:
             version = importlib.metadata.version("jax")
             raise ConfigError(
                 f"master_addr: other machines can reach {address}, and JAX {version} does not encrypt its own "
-                "connections, as 0.12 does: set insecure if its network is isolated"
+                "connections, as 0.11.2 does: set insecure if its network is isolated"
             )
 
     def _check_ray(self, given: Mapping[str, Any]) -> None:
@@ -250,7 +250,7 @@ class GroupPlace:
 
 def jax_has_mtls() -> bool:
     """Return whether JAX's coordinator and its clients can show each other certificates."""
-    return tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) >= (0, 12)
+    return tuple(map(int, importlib.metadata.version("jax").split(".")[:3])) >= (0, 11, 2)
 
 
 def _is_loopback(address: str) -> bool:

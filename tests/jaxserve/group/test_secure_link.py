@@ -221,7 +221,7 @@ def test_certificates_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
             GroupConfig.from_arguments(REMOTE, is_insecure=False)
         else:
             with pytest.raises(
-                ConfigError, match=r"JAX \S+ does not encrypt its own connections, as 0.12 does: set ins"
+                ConfigError, match=r"JAX \S+ does not encrypt its own connections, as 0.11.2 does: set ins"
             ):
                 GroupConfig.from_arguments(REMOTE, is_insecure=False)
 
