@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.group.settings import jax_has_mtls
 from scripts.server_child import REPOSITORY
+from tests.certificates import Authority
 from tests.free_ports import free_ports
 from tests.group_server import assert_gone, family, kill, post, secret_flags
 from tests.server_process import PROGRAMS_CACHE, SMALL_ENGINE, running_server
@@ -60,6 +63,27 @@ def test_processes_started_one_by_one(place: tuple[str, ...], tmp_path: Path) ->
             server.process.send_signal(signal.SIGTERM)
             assert server.wait() == 0 and follower.wait(20) == 0
             assert_gone(processes, within_s=5)
+
+
+def test_processes_with_certificates(place: tuple[str, ...], tmp_path: Path) -> None:
+    """They answer as two without; a stranger gets nothing from process 0's port, and is no fault."""
+    authority, ranks = Authority(tmp_path / "authority"), []
+    for name in ("leader", "follower"):
+        pair = authority.sign(name)
+        files = ("--group-certfile", pair.certificate, "--group-keyfile", pair.key)
+        ranks.append((*place, *ENGINE, *map(str, files), "--group-ca-certs", str(authority.pair.certificate)))
+    port = int(place[place.index("--master-port") + 1])
+    with started(tmp_path / "log", *ranks[1], "--node-rank", "1", "--headless") as follower:
+        with running_server(*ranks[0], "--node-rank", "0") as server:
+            assert post(server, "/v1/completions", BODY)[1]["choices"][0]["text"] == "42"
+            with socket.create_connection(("127.0.0.1", port), 20) as stranger:
+                stranger.sendall(b"x" * 64)
+                with contextlib.suppress(ConnectionResetError):
+                    assert b"jaxserve" not in stranger.recv(1000)
+            assert post(server, "/v1/completions", BODY)[1]["choices"][0]["text"] == "42"
+            is_old = "JAX's own connections are not encrypted" in server.log.read_text()
+            assert is_old == (not jax_has_mtls())
+        assert follower.wait(60) == 0
 
 
 def test_a_killed_process_takes_along_what_it_started(place: tuple[str, ...], tmp_path: Path) -> None:
