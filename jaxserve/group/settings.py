@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.metadata
+import re
 import ipaddress
 import os
 import socket
@@ -250,7 +251,7 @@ class GroupPlace:
 
 def jax_has_mtls() -> bool:
     """Return whether JAX's coordinator and its clients can show each other certificates."""
-    return tuple(map(int, importlib.metadata.version("jax").split(".")[:3])) >= (0, 11, 2)
+    return tuple(map(int, re.findall(r"\d+", importlib.metadata.version("jax"))[:3])) >= (0, 11, 2)
 
 
 def _is_loopback(address: str) -> bool:
