@@ -3,9 +3,9 @@
 import contextlib
 import dataclasses
 import importlib.metadata
-import re
 import ipaddress
 import os
+import re
 import socket
 import stat
 import threading
