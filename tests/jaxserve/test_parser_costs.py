@@ -1,10 +1,6 @@
 """Parsers do as much work late in a completion as early in it, whatever a model repeats."""
 
-import sys
 import tracemalloc
-from itertools import count
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -12,6 +8,7 @@ from jaxserve.parsers import MessageParser
 from jaxserve.parsers.reasoning_formats import REASONING_FORMATS
 from jaxserve.parsers.source import MAX_HELD_LENGTH
 from jaxserve.parsers.tool_formats import TOOL_FORMATS
+from tests.counted_lines import num_lines
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 NUM_MEASURED = 20
@@ -41,13 +38,6 @@ def work(parser: MessageParser, text: str, num_pieces: int) -> tuple[int, int]:
     """The lines that run for the last of some pieces, and the most bytes that a usual one before them allocates."""
     for _ in range(num_pieces):
         parser.feed(text)
-    num_lines = count()
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
-            next(num_lines)
-        return trace
-
     peaks: list[int] = []
     tracemalloc.start()
     for _ in range(NUM_MEASURED):
@@ -56,12 +46,8 @@ def work(parser: MessageParser, text: str, num_pieces: int) -> tuple[int, int]:
         parser.feed(text)
         peaks.append(tracemalloc.get_traced_memory()[1] - before)
     tracemalloc.stop()
-    previous = sys.gettrace()
-    sys.settrace(trace)
-    for _ in range(NUM_MEASURED):
-        parser.feed(text)
-    sys.settrace(previous)
-    return next(num_lines), sorted(peaks)[NUM_MEASURED // 2]
+    lines = num_lines(lambda: [parser.feed(text) for _ in range(NUM_MEASURED)])
+    return lines, sorted(peaks)[NUM_MEASURED // 2]
 
 
 def check(reasoning: str | None, tools: str | None, begin: str, text: str) -> None:

@@ -1,10 +1,8 @@
 """What runs for each token costs as much late in a long context as early: twice the context, the same work."""
 
 import gc
-import sys
 import tracemalloc
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from jaxserve.structured_output.constraints import BadWords, ThinkingBudget
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.text_offsets import TextOffsets
 from jaxserve.text.tokenizer import Tokenizer
+from tests.counted_lines import num_lines
 from tests.sequences import make_sequence, proposed
 
 NUM_MEASURED = 200
@@ -29,25 +28,18 @@ def work(consume: Consumer, num_tokens: int) -> tuple[int, int]:
     """The lines that run for the last tokens of a context, and the bytes that they have allocated at a time."""
     for index in range(num_tokens):
         consume(index)
-    num_lines = 0
-
-    def count(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal num_lines
-        num_lines += event == "line"
-        return count
-
     gc.collect()
     tracemalloc.start()
     for index in range(num_tokens, num_tokens + NUM_MEASURED):
         consume(index)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    previous = sys.gettrace()
-    sys.settrace(count)
-    for index in range(num_tokens + NUM_MEASURED, num_tokens + 2 * NUM_MEASURED):
-        consume(index)
-    sys.settrace(previous)
-    return num_lines, peak
+
+    def consume_more() -> None:
+        for index in range(num_tokens + NUM_MEASURED, num_tokens + 2 * NUM_MEASURED):
+            consume(index)
+
+    return num_lines(consume_more), peak
 
 
 def token(index: int) -> int:
