@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,24 @@ from tests.server_process import running_server
 HEALTH = b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
+@contextlib.contextmanager
+def starting_server(folder: Path, *flags: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A server whose engine does not get ready, while the block runs; its log is the folder's file ``log``."""
+    (folder / injected.START_HANGS).touch()
+    with (folder / "log").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxserve", "serve", "--admin-port", "-1", *flags],
+            cwd=REPOSITORY,
+            env={**os.environ, **faulty_environment(folder)},
+            stderr=output,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 def connected(path: Path, sent: bytes = b"") -> socket.socket:
     """A connection to a Unix socket."""
     connection = socket.socket(socket.AF_UNIX)
@@ -39,15 +58,8 @@ def connected(path: Path, sent: bytes = b"") -> socket.socket:
 
 def test_a_server_without_descriptors_writes_few_lines_and_recovers(tmp_path: Path) -> None:
     """It raises its soft limit; once the hard one is reached, failed attempts are a line a minute."""
-    (tmp_path / injected.START_HANGS).touch()
     path, log = tmp_path / "http", tmp_path / "log"
-    flags = ("--uds", str(path), "--grpc-port", "-1", "--admin-port", "-1", "--disable-access-log")
-    environment = {**os.environ, **faulty_environment(tmp_path)}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jaxserve", "serve", *flags], cwd=REPOSITORY, env=environment, stderr=output
-        )
-    try:
+    with starting_server(tmp_path, "--uds", str(path), "--grpc-port", "-1", "--disable-access-log") as process:
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (128, 256))
         wait_until(path.exists, "it listens")
         assert RunningServer(process, "", "", "", log).engine_pid  # which needs descriptors too
@@ -62,9 +74,6 @@ def test_a_server_without_descriptors_writes_few_lines_and_recovers(tmp_path: Pa
         assert process.wait(60) == 0
         assert log.read_text().count("cannot be accepted: [Errno 24] Too many open files") == 1
         assert len(log.read_text()) < 10_000
-    finally:
-        process.kill()
-        process.wait()
 
 
 def fails_a_handshake(port: int) -> bool:
@@ -80,25 +89,15 @@ def fails_a_handshake(port: int) -> bool:
 
 
 def test_failed_handshakes_write_no_lines_of_another_form(tmp_path: Path) -> None:
-    (tmp_path / injected.START_HANGS).touch()
     made, log, port = Authority(tmp_path / "authority").sign("server"), tmp_path / "log", free_ports()
-    flags = ("--uds", str(tmp_path / "http"), "--grpc-port", str(port), "--admin-port", "-1", "--log-format", "json")
-    flags += tuple(as_flags(made.settings))
-    environment = {**os.environ, **faulty_environment(tmp_path)}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jaxserve", "serve", *flags], cwd=REPOSITORY, env=environment, stderr=output
-        )
-    try:
+    flags = ("--uds", str(tmp_path / "http"), "--grpc-port", str(port), "--log-format", "json")
+    with starting_server(tmp_path, *flags, *as_flags(made.settings)) as process:
         wait_until(lambda: fails_a_handshake(port), "it listens")
         assert all(fails_a_handshake(port) for _ in range(20))
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
         assert len(messages) < 20
-    finally:
-        process.kill()
-        process.wait()
 
 
 def grpc_text(server: RunningServer, prompt: str, **fields: Any) -> str:
