@@ -36,6 +36,7 @@ from jaxserve.cli_arguments import field_docs
 from jaxserve.group.settings import GroupConfig
 from jaxserve.log_output import MAX_QUEUE_BYTES
 from jaxserve.server.chat import MAX_VARIABLE_BYTES, MAX_VARIABLE_NESTING, MAX_VARIABLES
+from jaxserve.server.connections import MAX_LINES_PER_MINUTE
 from jaxserve.server.converted_tokens import MAX_CONVERTED_TOKENS
 from jaxserve.server.engine_process.outbox import LIMIT_BYTES
 from jaxserve.server.grpc_api.open_streams import (
@@ -118,6 +119,11 @@ FIXED: tuple[tuple[str, str, str], ...] = (
         "URL and headers of an HTTP request; metadata of a gRPC call",
         f"{MAX_HEADER_BYTES >> 10} KiB; {MAX_METADATA_BYTES >> 10} KiB",
         "they are read before the caller is known",
+    ),
+    (
+        "Lines of the log in a minute about late, malformed or too many connections",
+        f"{MAX_LINES_PER_MINUTE} of each kind",
+        "any client causes them, without a key; the next line tells how many were left out",
     ),
     ("Pipelined HTTP requests of a connection", f"{MAX_PIPELINED}", "more are parsed as responses leave"),
     (

@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 FULL_RESPONSE = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 """What a client gets whose connection is one too many."""
 _LOG_INTERVAL_S = 60.0
-_LINES_PER_INTERVAL = 60
+MAX_LINES_PER_MINUTE = 60
+"""Lines of the log about clients, of one kind."""
 
 
 class TransferLimits(NamedTuple):
@@ -101,7 +102,7 @@ class FewLines(logging.Filter):
         clock: Returns seconds of a monotonic clock.
     """
 
-    def __init__(self, most: int = _LINES_PER_INTERVAL, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, most: int = MAX_LINES_PER_MINUTE, clock: Callable[[], float] = time.monotonic):
         super().__init__()
         self._most = most
         self._clock = clock
