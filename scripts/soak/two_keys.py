@@ -22,7 +22,7 @@ from jaxserve.bench.serve.records import Backend, BenchRequest
 from scripts.server_child import REPOSITORY, RunningServer
 from scripts.soak.report import MIB, Report
 from scripts.soak.requests import KnownPrompt
-from scripts.soak.watch import tree_rss_bytes, wait_until_quiet, watch
+from scripts.soak.watch import ProcessMemory, tree_memory, wait_until_quiet, watch
 
 KEYS = {"measured": "key-of-the-measured", "other": "key-of-the-other", "watcher": "key-of-the-watcher"}
 INTERVAL_S = 0.4
@@ -62,7 +62,7 @@ async def compare(
     """
     measured = _Measured(server, known, report, seed)
     other = _Other(server, report, seed)
-    rest_bytes = tree_rss_bytes(server.process.pid)
+    rest_bytes = _sum(tree_memory(server.process.pid))
     await _beside(
         await other.begin("hostile", min(20.0, duration_s / 3)), measured
     )  # what is made once is there from here on
@@ -85,7 +85,10 @@ async def compare(
     report.judge(has_rises=duration_s >= LEAST_FOR_RISES_S)
     limit_bytes = rest_bytes + budget_bytes + OVERHEAD_BYTES
     if peak.num_bytes > limit_bytes:
-        report.complain(f"all processes took {peak.num_bytes / MIB:.0f} MiB, more than {limit_bytes / MIB:.0f} MiB")
+        each = ", ".join(f"{found.rss_bytes / MIB:.0f} MiB by {found.command}" for found in peak.processes)
+        report.complain(
+            f"all processes took {peak.num_bytes / MIB:.0f} MiB, more than {limit_bytes / MIB:.0f} MiB: {each}"
+        )
     num_sequences = round(np.mean([sample.values["texts_in_flight"] for sample in report.samples]))
     polite = await _beside(await other.begin("polite", min(duration_s, POLITE_S), num_sequences), measured)
     all_hostile, all_polite = [*itertools.chain(*hostile.values())], [*itertools.chain(*polite.values())]
@@ -102,6 +105,7 @@ async def compare(
         "num_sequences": num_sequences,
         "rest_bytes": rest_bytes,
         "peak_bytes": peak.num_bytes,
+        "peak_by_process": peak.processes,
         "limit_bytes": limit_bytes,
     }
 
@@ -121,17 +125,24 @@ async def _beside(sending: "asyncio.Task[None]", measured: "_Measured") -> dict[
         await asyncio.gather(sending, return_exceptions=True)
 
 
+def _sum(processes: list[ProcessMemory]) -> float:
+    return sum(found.rss_bytes for found in processes)
+
+
 class _Peak:
     """The most memory that a process and all processes below it have taken together."""
 
     def __init__(self, pid: int):
         self._pid = pid
         self.num_bytes = 0.0
+        self.processes: list[ProcessMemory] = []
 
     async def watch(self) -> None:
         """Look until it is cancelled."""
         while True:
-            self.num_bytes = max(self.num_bytes, tree_rss_bytes(self._pid))
+            found = tree_memory(self._pid)
+            if _sum(found) > self.num_bytes:
+                self.num_bytes, self.processes = _sum(found), found
             await asyncio.sleep(0.1)
 
 

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxserve.bench.serve.http import HttpClient
 from scripts.server_child import RunningServer
@@ -47,16 +48,35 @@ def children_values(pid: int) -> dict[str, float]:
     return {"children": float(count), "children_rss_bytes": rss_bytes}
 
 
-def tree_rss_bytes(pid: int) -> float:
-    """Return the memory of a process and all processes below it."""
-    total, waiting = 0.0, [pid]
+class ProcessMemory(NamedTuple):
+    """Resident memory of a process.
+
+    Attributes:
+        command: The end of its command line.
+        rss_bytes: Its memory.
+    """
+
+    command: str
+    rss_bytes: float
+
+
+def tree_memory(pid: int) -> list[ProcessMemory]:
+    """Return the memory of a process and of all processes below it.
+
+    A child that has not yet replaced its parent's program is left out: it still has the parent's memory, counted once.
+    """
+    found, waiting = list[ProcessMemory](), [(pid, b"")]
     while waiting:
-        one = waiting.pop()
+        one, parent_command = waiting.pop()
         with contextlib.suppress(OSError):  # it has just ended
-            total += _rss_bytes(one)
+            command = Path(f"/proc/{one}/cmdline").read_bytes()
+            if command == parent_command:
+                continue
+            words = command.replace(b"\0", b" ").decode(errors="replace")
+            found.append(ProcessMemory(words.strip()[-40:], _rss_bytes(one)))
             for task in Path(f"/proc/{one}/task").iterdir():
-                waiting += map(int, (task / "children").read_text().split())
-    return total
+                waiting += ((int(child), command) for child in (task / "children").read_text().split())
+    return found
 
 
 async def metric_values(client: HttpClient) -> dict[str, float]:

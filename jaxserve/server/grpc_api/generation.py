@@ -13,8 +13,8 @@ from jaxserve.parsers import MessageDelta
 from jaxserve.server.byte_budget import request_bytes
 from jaxserve.server.chat import ChatParser, chat_request, check_variables
 from jaxserve.server.frontend import Frontend, sampling_params
+from jaxserve.server.grpc_api.calls import Context
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL
-from jaxserve.server.grpc_api.open_streams import Context
 from jaxserve.server.grpc_api.reader_pace import ReaderPace
 from jaxserve.server.proto.jaxserve.v1 import chat_pb2, generation_pb2, generation_pb2_grpc
 from jaxserve.server.proto_codec import completion_to_proto, given_fields, prompt_to_proto, read_json

@@ -7,13 +7,11 @@ import math
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
-from google.rpc import status_pb2
-from grpc_status import rpc_status
 
 from jaxserve.api.errors import DeadlineError, JaxserveError, OverloadedError, RequestError
 from jaxserve.log_output import begin_log_fields, note_log_fields
@@ -21,7 +19,8 @@ from jaxserve.server.audit import audit
 from jaxserve.server.auth import Authenticator, Caller
 from jaxserve.server.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError, status_of
 from jaxserve.server.frontend import new_request_id
-from jaxserve.server.grpc_api.open_streams import Context, Reflections, health_calls
+from jaxserve.server.grpc_api.calls import Context, end_call, end_with
+from jaxserve.server.grpc_api.open_streams import Reflections, health_calls
 from jaxserve.server.grpc_api.reader_pace import ReaderPace
 from jaxserve.server.grpc_api.statuses import rich_status
 from jaxserve.server.ledger import Ledger
@@ -84,7 +83,6 @@ _HEALTH = "/grpc.health."
 _REFLECTION = "/grpc.reflection."
 _READING = ("/jaxserve.v1.AdminService/GetLoad",)
 """Methods of administration that change nothing."""
-_LATE_S = 1.0  # after a call's deadline: gRPC ends the call in that time
 _Behaviour = Callable[[Any, Any], Awaitable[Any]]
 
 
@@ -132,11 +130,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Return the handler of a call, or one that rejects it; None (UNIMPLEMENTED) for unknown methods."""
+        """Return the handler of a call, or one that rejects it."""
         handler = await continuation(handler_call_details)
         method: Any = handler_call_details.method
         if handler is None or ACCESS.get(method) == ABSENT:
-            return None
+            return grpc.stream_stream_rpc_method_handler(_refuse_unknown)
         metadata: Any = handler_call_details.invocation_metadata
         request_id = new_request_id("grpc")
         try:
@@ -150,7 +148,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 del requests  # not even read
                 if is_of_key:
                     audit("grpc", method, name, reason, address=context.peer(), request_id=request_id)
-                await _abort(context, status)
+                await end_with(context, status)
 
             return grpc.stream_stream_rpc_method_handler(refuse)
         if method.startswith(_REFLECTION):
@@ -229,9 +227,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 self._ledger.remove_bytes(call.caller, num_bytes)
             # gRPC may keep how a call was aborted, and with it the error being handled and all that its frames hold.
             del request
-            if context.time_remaining() == 0:
-                await asyncio.sleep(_LATE_S)  # gRPC ends the call, and would never free a status that comes after
-            await _abort(context, status)
+            await end_with(context, status)
 
         return respond
 
@@ -267,7 +263,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     status = rich_status(status_of(error), call.request_id)
                 else:
                     return await behaviour(request, context)
-                await _abort(context, status)
+                await end_with(context, status)
 
         return respond
 
@@ -297,6 +293,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._num_running -= 1
         if not self._num_running:
             self._is_idle.set()
+
+
+async def _refuse_unknown(requests: Any, context: Context) -> None:
+    del requests
+    await end_call(context, grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
 
 
 def _reading(handler: Any, guard: Callable[[_Behaviour], _Behaviour]) -> Any:
@@ -336,10 +337,3 @@ def _audited(method: str, call: GrpcCall, behaviour: _Behaviour) -> _Behaviour:
         return response
 
     return respond
-
-
-async def _abort(context: Context, status: status_pb2.Status) -> NoReturn:
-    """End a call with a status; raises ``grpc.aio.AbortError``, gRPC's way to leave the handler."""
-    found: Any = rpc_status.to_status(status)
-    await context.abort(found.code, found.details, found.trailing_metadata)
-    raise AssertionError("abort returned")

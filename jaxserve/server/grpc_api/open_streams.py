@@ -4,15 +4,11 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
-import grpc.aio
 
-if TYPE_CHECKING:
-    Context = grpc.aio.ServicerContext[Any, Any]
-else:
-    Context = Any  # gRPC's own contexts are no instances of its class
+from jaxserve.server.grpc_api.calls import Context, end_call
 
 MAX_REFLECTIONS = 32
 """Streams of server reflection at a time."""
@@ -57,7 +53,7 @@ class OpenStreams:
                 del self._by_connection[connection]
 
     async def _refuse(self, context: Context, why: str) -> None:
-        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"too many {self._kind}: {why}")
+        await end_call(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"too many {self._kind}: {why}")
 
 
 def max_watchers(max_calls: int) -> int:
@@ -91,8 +87,7 @@ class Reflections:
                         async for response in handler.stream_stream(requests, context):
                             await context.write(response)
                 except TimeoutError:
-                    await context.abort(
-                        grpc.StatusCode.DEADLINE_EXCEEDED, f"the stream took longer than {self._limit_s:g} s"
-                    )
+                    message = f"the stream took longer than {self._limit_s:g} s"
+                    await end_call(context, grpc.StatusCode.DEADLINE_EXCEEDED, message)
 
         return grpc.stream_stream_rpc_method_handler(respond, handler.request_deserializer, handler.response_serializer)

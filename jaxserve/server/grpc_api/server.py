@@ -13,9 +13,10 @@ from grpc_reflection.v1alpha import reflection
 
 from jaxserve.api.errors import ConfigError
 from jaxserve.server.frontend import Frontend
+from jaxserve.server.grpc_api.calls import Context, end_call
 from jaxserve.server.grpc_api.generation import GenerationServicer
 from jaxserve.server.grpc_api.interceptor import CallInterceptor
-from jaxserve.server.grpc_api.open_streams import MAX_CHECKS, MAX_REFLECTIONS, Context, max_watchers
+from jaxserve.server.grpc_api.open_streams import MAX_CHECKS, MAX_REFLECTIONS, max_watchers
 from jaxserve.server.grpc_api.services import AdminServicer, ModelServicer, TokenizationServicer
 from jaxserve.server.grpc_api.wakeups import whole_wakeups
 from jaxserve.server.proto.jaxserve.v1 import (
@@ -212,14 +213,14 @@ class HealthService(health_pb2_grpc.HealthServicer):
         status = self._statuses.get(request.service)
         if status is not None:
             return health_pb2.HealthCheckResponse(status=status)
-        await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service[:100]!r}")
+        await end_call(context, grpc.StatusCode.NOT_FOUND, f"unknown service {request.service[:100]!r}")
         return None
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """Send whether a service serves, now and after each change. A slow reader may miss short changes."""
         if len(self._watchers) >= self._max_watchers:
             message = f"too many watchers: {self._max_watchers} calls watch already"
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+            await end_call(context, grpc.StatusCode.RESOURCE_EXHAUSTED, message)
         changed, sent = asyncio.Event(), None
         self._watchers.add(changed)
         try:

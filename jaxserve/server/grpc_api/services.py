@@ -11,9 +11,9 @@ from jaxserve.server.chat import chat_arguments
 from jaxserve.server.converted_tokens import check_converted
 from jaxserve.server.errors import NotImplementedRequestError
 from jaxserve.server.frontend import Frontend
+from jaxserve.server.grpc_api.calls import Context
 from jaxserve.server.grpc_api.generation import conversation_fields
 from jaxserve.server.grpc_api.interceptor import CURRENT_CALL
-from jaxserve.server.grpc_api.open_streams import Context
 from jaxserve.server.long_work import LongWork
 from jaxserve.server.metrics import rank_progress, values_of_all
 from jaxserve.server.proto.jaxserve.v1 import (
