@@ -1,11 +1,15 @@
 """The judgement of ``scripts/soak_server.py``: what counts as grown, stuck or wrong."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts.soak.report import LIMITS, MIB, QUIET, ZERO, Report, Sample, rise
+from scripts.soak.watch import tree_memory
 
 STILL = {**{limit.name: 100.0 for limit in LIMITS}, **dict.fromkeys(ZERO, 0.0), "compiles_after_ready_total": 0.0}
 
@@ -74,3 +78,25 @@ def test_problems_are_counted_and_the_first_are_kept() -> None:
     found: Any = json.loads(json.dumps(report.as_json()))
     assert found["outcomes"] == {"stream": {"wrong": 30, "completed": 30}}
     assert found["is_clean"] is False
+
+
+CHILDREN = """
+import subprocess
+held = b"1" * (100 << 20)
+print("ready", flush=True)
+for _ in range(100):
+    subprocess.run(["true"], check=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory of other processes is read from /proc")
+def test_memory_is_counted_once_while_a_child_starts() -> None:
+    """Until it has started its own program, a child has the memory of its parent."""
+    with subprocess.Popen([sys.executable, "-c", CHILDREN], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        most = alone = 0.0
+        while process.poll() is None:
+            found = [one.rss_bytes for one in tree_memory(process.pid)]
+            most, alone = max(most, sum(found)), max([alone, *found])
+    assert 100 * MIB < most < alone + 50 * MIB
