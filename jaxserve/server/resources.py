@@ -14,7 +14,7 @@ from jaxserve.api.metric_types import Counter, Gauge, Metric
 LARGE_BUFFER_BYTES = 128 << 10
 """glibc's initial threshold for buffers in mappings of their own."""
 SWITCH_INTERVAL_S = 0.0005
-RETURN_INTERVAL_S = 60.0
+RETURN_INTERVAL_S = 10.0
 _PROC = Path("/proc/self")
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _M_ARENA_MAX = -8

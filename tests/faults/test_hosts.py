@@ -121,9 +121,11 @@ def test_two_hosts_and_a_link_that_goes_down(hosts: list[Host], secret: tuple[st
         leader = stack.enter_context(started(first.words, logs[0], *FLAGS, *place, *role))
         server = when_ready(leader, logs[0])
         assert f"rank 1 (host {second.name}, " in logs[0].read_text()
-        sockets = ip("netns", "exec", first.name, "cat", "/proc/net/tcp")
-        listening = {line.split()[1] for line in sockets.splitlines()[1:] if line.split()[3] == "0A"}
-        assert not [each for each in listening if each.startswith("00000000:") and each.endswith(f":{PORT + 1:04X}")]
+        sockets = ip("netns", "exec", first.name, "cat", "/proc/net/tcp", "/proc/net/tcp6")
+        listening = {words[1] for words in map(str.split, sockets.splitlines()) if words[3] == "0A"}
+        of_group = [each for each in listening if each.endswith((f":{PORT:04X}", f":{PORT + 1:04X}"))]
+        assert of_group, "JAX's coordinator listens"
+        assert all(int(each.partition(":")[0][-8:], 16) for each in of_group), "at one address, mapped to IPv6 or not"
         of_one_process = expected()
         assert_same(answers(server), of_one_process)
         assert_same(grpc_answers(server), of_one_process)

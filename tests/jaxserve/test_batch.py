@@ -15,6 +15,7 @@ from jaxserve.device.sampler_batch import SamplerShape, unpack_sampler
 from jaxserve.device.slots import Slots
 from jaxserve.device.step_batch import BatchShape, LatestTokens, StepBatch, sampler_part, unpack
 from jaxserve.scheduling.plan import ON_DEVICE, ChunkPooling, PageGrant, Sampling, SlotSetup, StepPlan
+from jaxserve.scheduling.plan_codec import SentRows, decode_plans, encode_plans
 from tests.plan_rows import Row, decode_rows, make_plan, rows_of
 
 NUM_SLOTS, PAGE_SIZE, NUM_PAGES, TABLE_PAGES = 6, 8, 40, 5
@@ -229,6 +230,35 @@ def test_buffers_hold_what_plans_say(seed: int) -> None:
         batch = jax.tree.map(np.asarray, call_unpack(shape)(buffer, maker.latest))
         check_batch(batch, maker.rows(plan), maker.slots, shape)
         assert batch.sampler.variant == step % 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_that_were_sent_make_the_same_buffers(seed: int) -> None:
+    """Byte for byte, as in a group of processes: the rows of some plans are sent by their number alone."""
+    maker, writer, reader = PlanMaker(seed), SentRows(), SentRows()
+    mine, theirs = (Slots(NUM_SLOTS, TABLE_PAGES, PAGE_SIZE, NUM_PAGES, VOCAB_SIZE, NEUTRAL) for _ in range(2))
+    previous, num_named = None, 0
+    for step in range(40):
+        shape = dataclasses.replace(DECODE if step % 4 else MIXED, num_arguments=len(NEUTRAL))
+        plan = maker.next(shape.decode_only, shape) if step % 4 < 2 or previous is None else again(maker, previous)
+        if previous is not None:
+            plan.compare_rows(previous)
+        (sent,) = reader.restore(decode_plans(encode_plans([plan], writer)))
+        assert sent.rows_number == plan.rows_number
+        num_named += plan.same_rows_as is not None
+        for ours, other in zip(mine.apply(plan), theirs.apply(sent), strict=True):
+            np.testing.assert_array_equal(ours, other)
+        assert mine.variant(plan) == theirs.variant(sent)
+        buffers = [build(slots, each, shape, step % 3) for slots, each in ((mine, plan), (theirs, sent))]
+        assert buffers[0].tobytes() == buffers[1].tobytes()
+        previous = plan
+    assert num_named > 3
+
+
+def again(maker: PlanMaker, previous: StepPlan) -> StepPlan:
+    """A plan with the rows of a decode step, which start where the device is."""
+    maker.index += 1
+    return make_plan(maker.index, [], [], decode_rows(list(previous.slots), [ON_DEVICE] * previous.num_rows))
 
 
 def test_buffers_do_not_share_memory() -> None:
