@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from sharding import Moves, can_send, find_moves, hand_over, mesh_devices, own_devices, put_parts, send
 
 
-class StageLink(Protocol):
+class ShardLink(Protocol):
     """Carries shards between the processes of an engine. Those of a channel come in the order in which they went."""
 
     def send(self, process: int, channel: int, shards: Sequence[jax.Array | np.ndarray]) -> None:
@@ -34,8 +34,20 @@ class StageLink(Protocol):
         """
         ...
 
+
+class StageLink(ShardLink, Protocol):
+    """Carries what the stages of a data slice hand over to each other."""
+
     def renew(self) -> None:
         """Drop what was sent before every process has called this as often."""
+        ...
+
+
+class StageLinks(Protocol):
+    """Leads to the processes that have other stages of an engine."""
+
+    def of_slice(self, index: int) -> StageLink:
+        """Return what carries shards between the stages of a data slice."""
         ...
 
 

@@ -13,17 +13,17 @@ from jaxserve.device.build import EnginePlan, load_params
 from jaxserve.device.runner import LocalRunner
 from jaxserve.device.runner_interface import Runner
 from jaxserve.device.stage import Stage
-from jaxserve.device.stage_link import StageLink
+from jaxserve.device.stage_link import StageLinks
 from jaxserve.device.step_state import StepState
 
 
-def make_runners(plan: EnginePlan, link: StageLink | None = None) -> tuple[list[LocalRunner], int, float, float]:
+def make_runners(plan: EnginePlan, links: StageLinks | None = None) -> tuple[list[LocalRunner], int, float, float]:
     """Compile and load weights in parallel; return the runners, the temporary bytes of their programs, and the seconds
     each took.
 
     Args:
         plan: The plan of the engine.
-        link: Leads to the processes that have stages of it; None if this one has all.
+        links: Leads to the processes that have stages of it; None if this one has all.
     """
     stages = make_stages(plan)
 
@@ -39,7 +39,7 @@ def make_runners(plan: EnginePlan, link: StageLink | None = None) -> tuple[list[
         params = [load_params(plan, stage.model) if stage.is_here else () for stage in stages]
         load_s = time.monotonic() - start
         compile_s = compiling.result()
-    runners = join_stages(plan, stages, params, [None for _ in stages], link)
+    runners = join_stages(plan, stages, params, [None for _ in stages], links)
     return runners, max(stage.temporary_bytes for stage in stages), load_s, compile_s
 
 
@@ -53,7 +53,7 @@ def join_stages(
     stages: list[Stage],
     params: list[tuple[jax.Array, ...]],
     states: Sequence[StepState | None],
-    link: StageLink | None = None,
+    links: StageLinks | None = None,
 ) -> list[LocalRunner]:
     """Load compiled stages, and return a runner for those of each replica.
 
@@ -62,12 +62,15 @@ def join_stages(
         stages: Compiled stages, those of a replica one after the other.
         params: Packed parameters of each.
         states: State of each; None allocates it.
-        link: Leads to the processes that have stages of them; None if this one has all.
+        links: Leads to the processes that have stages of them; None if this one has all.
     """
     for stage, values, state in zip(stages, params, states, strict=True):
         stage.load(values, state)
     firsts = range(0, len(stages), plan.num_stages)
-    return [LocalRunner(stages[first : first + plan.num_stages], link) for first in firsts]
+    return [
+        LocalRunner(stages[first : first + plan.num_stages], None if links is None else links.of_slice(index))
+        for index, first in enumerate(firsts)
+    ]
 
 
 @contextlib.contextmanager

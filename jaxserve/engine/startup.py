@@ -129,7 +129,7 @@ def start_engine(config: EngineConfig, leader: Leader | None = None) -> StartedE
     resident_before = resident_bytes()
     link = None if leader is None else leader.link(plan)
     made, temporary_bytes, load_s, compile_s = make_runners(plan, link)
-    runners = made if leader is None else [lead(leader, each, plan) for each in made]
+    runners = made if leader is None else lead(leader, made, plan)
     warm_up_s = warm_up_runners(runners) if config.warm_up else 0.0
     if programs is not None:
         check_entries(programs)

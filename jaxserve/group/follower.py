@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -56,7 +56,7 @@ from jaxserve.group.moving_follower import FollowerMoves
 from jaxserve.group.peers import Peers
 from jaxserve.group.results import encode_results
 from jaxserve.group.settings import GroupPlace
-from jaxserve.group.stage_ranks import StageRanks
+from jaxserve.group.stage_ranks import all_partners, slice_ranks
 from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.models.loading import check_weights
 from jaxserve.scheduling.plan_codec import SentRows, decode_plans
@@ -198,8 +198,7 @@ class Follower:
     def __init__(self, link: LeaderLink, place: GroupPlace):
         self._link = link
         self._place = place
-        self._steps: queue.Queue[tuple[int, bytes]] = queue.Queue()
-        self._forget()
+        self._steps: queue.Queue[Launch] = queue.Queue()
 
     def start(self, config: EngineConfig) -> None:
         """Agree on what to run, join the JAX job, compile and load.
@@ -210,16 +209,15 @@ class Follower:
         """
         joined = self._link.expect(Joined)
         config = dataclasses.replace(config, **joined.moved)
-        processes = Processes(self._place.count, joined.num_on_host)
+        processes = Processes(self._place.count, joined.num_on_host, has_slices=bool(joined.moved))
         self._link.send(Facts(early_facts(config)))
         self._link.expect(Agreed)
         join_job(self._place)
         plan = plan_engine(config, processes=processes)
         self._link.send(Facts(plan_facts(plan)))
         plan = agreed_plan(config, plan, self._link.expect(Agreed).values, processes)
-        self._ranks = StageRanks.of(plan)
         peers = self._stage_link(plan)
-        self._runner = self._load(config, plan, peers)
+        self._use(self._load(config, plan, peers), plan)
         self._moves = FollowerMoves(self._link, self._place, processes, config, plan, peers)
         self._link.send(Ready())
         self._link.is_running = True
@@ -230,18 +228,23 @@ class Follower:
             return None
         peers = Peers(self._place, self._link.own_address, self._link.fail)
         self._link.send(peers.address)
-        peers.connect(self._link.expect(Addresses), self._ranks.partners(self._place.rank))
+        peers.connect(self._link.expect(Addresses), all_partners(plan, self._place.rank))
         return peers
 
-    def _load(self, config: EngineConfig, plan: EnginePlan, peers: Peers | None) -> LocalRunner:
+    def _load(self, config: EngineConfig, plan: EnginePlan, peers: Peers | None) -> list[LocalRunner]:
         check_weights(plan.directory, plan.models[0].whole_model(), plan.load_format)
         device = plan.models[0].mesh.devices.flat[0]
         programs = use_compilation_cache(config.compilation_cache_dir, device, config.compilation_cache_max_bytes)
-        (runner,) = make_runners(plan, peers)[0]
+        runners = make_runners(plan, peers)[0]
         if programs is not None:
             check_entries(programs)
         logger.info("%s is ready with %d devices", f"rank {self._place.rank}", jax.local_device_count())
-        return runner
+        return runners
+
+    def _use(self, runners: Sequence[LocalRunner], plan: EnginePlan) -> None:
+        """Launch the steps of a plan from now on, each data slice's on a runner."""
+        self._runners, self._ranks = runners, slice_ranks(plan)
+        self._sent, self._digests = [SentRows() for _ in runners], [Digests() for _ in runners]
 
     def run(self) -> NoReturn:
         """Launch steps until the process ends."""
@@ -249,20 +252,19 @@ class Follower:
         while True:
             message = self._link.inbox.get()
             if isinstance(message, Launch):
-                self._runner.launch(self._sent.restore(decode_plans(message.plans)))
+                plans = self._sent[message.replica].restore(decode_plans(message.plans))
+                self._runners[message.replica].launch(plans)
                 self._link.number = message.number
-                self._steps.put((message.number, message.plans))
+                self._steps.put(message)
             elif isinstance(message, WarmUp):
-                self._runner.warm_up()
+                self._runners[message.replica].warm_up()
                 spare_lasting_objects()
             elif isinstance(message, Prepare | MoveAgreed | Dismiss):
                 self._moves.prepare(message)
             elif isinstance(message, Move):
                 self._steps.join()
                 with lasting_objects_replaced():
-                    self._runner = self._moves.move(self._runner, message)
-                self._ranks = StageRanks.of(self._moves.plan)
-                self._forget()
+                    self._use(self._moves.move(self._runners, message), self._moves.plan)
             elif isinstance(message, Write):
                 self._moves.write(message)
             elif isinstance(message, Settle):
@@ -270,25 +272,21 @@ class Follower:
             else:
                 assert isinstance(message, Reset), f"unexpected message {type(message).__name__}"
                 self._steps.join()
-                self._runner.reset()
-                self._forget()
+                self._runners[message.replica].reset()
+                self._sent[message.replica], self._digests[message.replica] = SentRows(), Digests()
 
     def _collect(self) -> None:
         """Wait for each step, and send its digest to the leader."""
         try:
             while True:
-                number, plans = self._steps.get()
-                results = self._runner.collect()
-                self._link.send(Done(number, self._digests.add(plans, results)))
-                if self._place.rank in self._ranks.reporters:
-                    self._link.send(Results(number, encode_results(results)))
+                step = self._steps.get()
+                results = self._runners[step.replica].collect()
+                self._link.send(Done(step.number, self._digests[step.replica].add(step.plans, results)))
+                if self._place.rank in self._ranks[step.replica].reporters:
+                    self._link.send(Results(step.number, encode_results(results)))
                 self._steps.task_done()
         except BaseException as error:
             self._link.fail(error)
-
-    def _forget(self) -> None:
-        self._sent = SentRows()
-        self._digests = Digests()
 
 
 def _exit(status: int) -> NoReturn:

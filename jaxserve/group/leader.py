@@ -38,13 +38,12 @@ from jaxserve.group.messages import (
     Listening,
     Ready,
     Reset,
-    Results,
     ToFollower,
 )
 from jaxserve.group.peers import Peers, after_move
 from jaxserve.group.secure_link import check_certificate
 from jaxserve.group.settings import GroupPlace, host_name
-from jaxserve.group.stage_ranks import StageRanks
+from jaxserve.group.stage_ranks import all_partners
 from sharding.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -77,6 +76,7 @@ class Leader:
         self._limits = SilenceLimits(place.step_timeout)
         self._peers: Peers | None = None
         self._num_moves = 0
+        self._launched = -1
 
     @property
     def members(self) -> list[Member]:
@@ -101,7 +101,7 @@ class Leader:
         """
         self._accept_all()
         machines = [machine_name(), *(member.hello.machine for member in self.members)]
-        self.processes = Processes(self.place.count, machines.count(machines[0]))
+        self.processes = Processes(self.place.count, machines.count(machines[0]), has_slices=bool(moved))
         for member in self.members:
             member.send(Joined(machines.count(member.hello.machine), moved or {}))
             name = f"jaxserve-rank-{member.rank}"
@@ -184,7 +184,7 @@ class Leader:
         found = [peers.address, *(self._expect(member, Listening) for member in self.members)]
         addresses = Addresses([each.host for each in found], [each.port for each in found])
         self.send_all(addresses)
-        peers.connect(addresses, StageRanks.of(plan).partners(0))
+        peers.connect(addresses, all_partners(plan, 0))
         return peers
 
     def wait_ready(self) -> None:
@@ -219,6 +219,7 @@ class Leader:
 
     def launched(self, number: int) -> None:
         """Note that a step is launched."""
+        self._launched = number
         for member in self.members:
             member.steps.launched(number)
 
@@ -241,24 +242,18 @@ class Leader:
         Raises:
             JaxserveError: It failed.
         """
-        while True:
-            found = self._members[rank].inbox.get()
-            if isinstance(found, JaxserveError):
-                raise found
-            assert isinstance(found, Results) and found.number <= number, f"expected results of {number}, got {found}"
-            if found.number == number:
-                return found.data
+        return self._members[rank].results_of(number)
 
     def fail(self, error: BaseException) -> None:
         """Let the group end because of an error on a thread of this process."""
         logger.error("rank 0 failed: %s", error)
         self._reports.put((True, 0, EngineDeadError(f"rank 0: {error}")))
 
-    def reset(self) -> None:
-        """Let all followers drop the steps in flight."""
+    def reset(self, replica: int = 0) -> None:
+        """Let all followers drop the steps of a data slice that are in flight; the other ones are about to be reset."""
         for member in self.members:
-            member.steps.forget()
-        self.send_all(Reset())
+            member.forget_steps(self._launched)
+        self.send_all(Reset(replica))
 
     def check(self) -> None:
         """Return if no follower has failed; call it before results are used.

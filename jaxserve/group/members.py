@@ -24,6 +24,7 @@ from jaxserve.group.messages import (
     MoveFacts,
     OfMoves,
     Prepared,
+    Results,
     ShowStacks,
     Stacks,
     ToFollower,
@@ -68,6 +69,8 @@ class Member:
         self.shown = threading.Event()
         self.has_failed = False
         self.has_ended = threading.Event()
+        self._early = dict[int, bytes]()
+        self._dropped = -1
 
     @property
     def rank(self) -> int:
@@ -85,6 +88,27 @@ class Member:
         with contextlib.suppress(OSError):
             self.connection.send_frame(frame)
         return frame
+
+    def results_of(self, number: int) -> bytes:
+        """Wait for what it reports of a step. Those of other data slices may come before; they are kept.
+
+        Raises:
+            JaxserveError: It failed.
+        """
+        while number not in self._early:
+            found = self.inbox.get()
+            if isinstance(found, JaxserveError):
+                raise found
+            assert isinstance(found, Results), f"expected results of step {number}, got {found}"
+            if found.number > self._dropped:
+                self._early[found.number] = found.data
+        return self._early.pop(number)
+
+    def forget_steps(self, latest: int) -> None:
+        """Forget the steps up to the latest one, whose results are dropped."""
+        self.steps.forget()
+        self._early.clear()
+        self._dropped = latest
 
     def kill_if_silent(self) -> None:
         """Kill a process of this machine that sends nothing: it is stopped, or none of its threads runs, so that it

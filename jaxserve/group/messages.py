@@ -103,7 +103,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """Run every program once."""
+    """Run every program of a data slice once."""
+
+    replica: int = 0
+    """Index of the data slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +117,16 @@ class Launch:
     """Number of the step, from 0."""
     plans: bytes
     """The plans of its lanes; see ``plan_codec``."""
+    replica: int = 0
+    """Index of the data slice that runs it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Drop the steps in flight, and forget all slots and pages."""
+    """Drop the steps in flight of a data slice, and forget its slots and pages."""
+
+    replica: int = 0
+    """Index of the data slice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ All processes plan and compile while steps go on. Then each moves what its devic
 cached pages go directly from the process that has them to those that need them, over connections of their own.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -29,7 +30,6 @@ from jaxserve.group.messages import (
     Write,
 )
 from jaxserve.group.peers import Peers
-from jaxserve.group.stage_ranks import StageRanks
 from jaxserve.reshard.cache_moves import KeptState, PageMove, StateMove
 from jaxserve.reshard.device_move import DeviceMove, check_move
 from jaxserve.reshard.exchange import Exchange
@@ -60,14 +60,15 @@ def prepare_group_move(
             f"layout: an engine in {leader.place.count} processes moves to a layout that all can find by its name, got "
             f"an object of {type(layout).__name__}"
         )
-    own = plan_engine(config, old.config, leader.processes)
+    processes = dataclasses.replace(leader.processes, has_slices=True)
+    own = plan_engine(config, old.config, processes)
     check_move(old, own, config.gpu_memory_utilization)
     number = leader.next_move()
     peers = Peers(leader.place, leader.place.address, leader.fail)
     leader.set_preparing(True)
     try:
         leader.send_all(Prepare(number, changes))
-        plan = _agree(leader, number, config, own, peers)
+        plan = agreed_plan(config, own, _agree(leader, number, own, peers), processes)
         move = DeviceMove(config, old, plan, Exchange(0, peers), peers if plan.num_stages > 1 else None)
         for member in leader.members:
             _answer(member, Prepared, number)
@@ -80,8 +81,8 @@ def prepare_group_move(
     return plan, GroupMove(leader, move, peers, number)
 
 
-def _agree(leader: Leader, number: int, config: EngineConfig, own: EnginePlan, peers: Peers) -> EnginePlan:
-    """Compare the plans of all processes, and connect them to each other; return the plan that all use."""
+def _agree(leader: Leader, number: int, own: EnginePlan, peers: Peers) -> dict[str, int]:
+    """Compare the plans of all processes, and connect them to each other; return the numbers that all use."""
     answers = [_answer(member, MoveFacts, number) for member in leader.members]
     facts = [plan_facts(own), *(each.values for each in answers)]
     problem = difference(facts, leader.names)
@@ -91,7 +92,7 @@ def _agree(leader: Leader, number: int, config: EngineConfig, own: EnginePlan, p
     hosts, ports = [address.host, *(each.host for each in answers)], [address.port, *(each.port for each in answers)]
     leader.send_all(MoveAgreed(number, numbers, hosts, ports))
     peers.connect(Addresses(hosts, ports), range(1, leader.place.count))
-    return agreed_plan(config, own, numbers, leader.processes)
+    return numbers
 
 
 def _answer(member: Member, kind: type[_Answer], number: int) -> _Answer:
@@ -128,7 +129,7 @@ class GroupMove:
         self._own = own
         self._peers = peers
         self._number = number
-        self._runner: GroupRunner | None = None
+        self._runners: Sequence[GroupRunner] = ()
 
     @property
     def num_programs(self) -> int:
@@ -150,24 +151,21 @@ class GroupMove:
         self, runners: Sequence[Runner], pages: Sequence[Sequence[int]], states: Sequence[Sequence[int]]
     ) -> tuple[Sequence[Runner], float]:
         """See ``Mover``."""
-        (runner,) = runners
-        assert isinstance(runner, GroupRunner)
-        self._runner = runner
+        old = [runner for runner in runners if isinstance(runner, GroupRunner)]
         self._leader.send_all(Move(self._number, [list(each) for each in pages], [list(each) for each in states]))
-        with runner.failing():
-            (moved,), warm_up_s = self._own.move([runner.release()], pages, states)
-        runner.use(moved, StageRanks.of(self._own.plan))
-        return [runner], warm_up_s
+        with old[0].failing():
+            moved, warm_up_s = self._own.move([runner.release() for runner in old], pages, states)
+        self._runners = old[0].replaced(moved, self._own.plan)
+        return self._runners, warm_up_s
 
     def write(self, moves: Sequence[Sequence[PageMove]], state_moves: Sequence[Sequence[StateMove]]) -> None:
         """See ``Mover``; returns once all processes have moved."""
-        assert self._runner is not None
         written = (
             [[list(move) for move in lane] for lane in moves],
             [[list(move) for move in lane] for lane in state_moves],
         )
         self._leader.send_all(Write(*written))
-        with self._runner.failing():
+        with self._runners[0].failing():
             self._own.write(moves, state_moves)
             for member in self._leader.members:
                 _answer(member, Moved, self._number)

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import queue
 import threading
+from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 from jaxserve.api.config import EngineConfig
@@ -93,10 +94,10 @@ class FollowerMoves:
             if isinstance(message, Dismiss):
                 self._prepared = None
 
-    def move(self, runner: LocalRunner, message: Move) -> LocalRunner:
-        """Replace the runner, in which no step is in flight; return the new one."""
+    def move(self, runners: Sequence[LocalRunner], message: Move) -> Sequence[LocalRunner]:
+        """Replace the runners of all data slices, in which no step is in flight; return the new ones."""
         assert self._prepared is not None and self._prepared.move is not None, "the move is not prepared"
-        (moved,), _ = self._prepared.move.move([runner], message.pages, message.states)
+        moved, _ = self._prepared.move.move(runners, message.pages, message.states)
         self.plan, self._config = self._prepared.move.plan, self._prepared.config
         return moved
 
@@ -156,14 +157,15 @@ class _Preparation:
 
     def _has_prepared(self) -> bool:
         """Prepare; return whether process 0 has not given the move up in the meantime."""
-        plan = plan_engine(self.config, self._old.config, self._processes)
+        processes = dataclasses.replace(self._processes, has_slices=True)
+        plan = plan_engine(self.config, self._old.config, processes)
         check_move(self._old, plan, self.config.gpu_memory_utilization)
         address = self.peers.address
         self._link.send(MoveFacts(self.number, plan_facts(plan), address.host, address.port))
         agreed = self.inbox.get()
         if isinstance(agreed, Dismiss):
             return False
-        plan = agreed_plan(self.config, plan, agreed.values, self._processes)
+        plan = agreed_plan(self.config, plan, agreed.values, processes)
         others = [rank for rank in range(self._place.count) if rank != self._place.rank]
         self.peers.connect(Addresses(agreed.hosts, agreed.ports), others)
         link = self.peers if plan.num_stages > 1 else None

@@ -21,8 +21,12 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.2
 
 
+_CHANNELS = 1 << 16
+"""Channels of each data slice."""
+
+
 class Peers:
-    """A ``StageLink`` over connections to the processes that have neighboring stages.
+    """Connections to the processes that have neighboring stages: ``StageLinks``, and a ``ShardLink``.
 
     Args:
         place: The place of this process in the group.
@@ -35,7 +39,6 @@ class Peers:
         self._listener = open_listener(host, 0)
         self._on_failure = on_failure
         self._connections: dict[int, PeerConnection] = {}
-        self._epoch = 0
         self._unsent: queue.SimpleQueue[tuple[int, int, int, Sequence[jax.Array | np.ndarray]] | None] = (
             queue.SimpleQueue()
         )
@@ -112,27 +115,27 @@ class Peers:
 
     # ---------------------------------------------------------------- steps
 
-    def send(self, process: int, channel: int, shards: Sequence[jax.Array | np.ndarray]) -> None:
-        """See ``StageLink``."""
+    def of_slice(self, index: int) -> "_SlicePeers":
+        """See ``StageLinks``."""
+        return _SlicePeers(self, index * _CHANNELS)
+
+    def send(self, process: int, channel: int, shards: Sequence[jax.Array | np.ndarray], epoch: int = 0) -> None:
+        """See ``ShardLink``; ``epoch`` is the number of resets before."""
         for shard in shards:
             if not isinstance(shard, np.ndarray):
                 shard.copy_to_host_async()
-        self._unsent.put((process, self._epoch, channel, shards))
+        self._unsent.put((process, epoch, channel, shards))
 
-    def receive(self, process: int, channel: int) -> list[bytes]:
-        """See ``StageLink``."""
+    def receive(self, process: int, channel: int, epoch: int = 0) -> list[bytes]:
+        """See ``ShardLink``; what was sent before ``epoch`` is dropped."""
         found = list[bytes]()
         while True:
             shard = self._next(process, channel)
-            if shard.epoch < self._epoch:
+            if shard.epoch < epoch:
                 continue
             found.append(shard.data)
             if shard.is_last:
                 return found
-
-    def renew(self) -> None:
-        """See ``StageLink``."""
-        self._epoch += 1
 
     def _next(self, process: int, channel: int) -> Shard:
         with self._changed:
@@ -174,6 +177,32 @@ class Peers:
             self._connections[process].send(shard)
         except OSError as error:  # a launch that waits for this rank fails by itself
             logger.warning("rank %d cannot be sent what a stage computed: %s", process, error)
+
+
+class _SlicePeers:
+    """The ``StageLink`` of a data slice.
+
+    Args:
+        peers: The connections.
+        first_channel: The first of its channels.
+    """
+
+    def __init__(self, peers: Peers, first_channel: int):
+        self._peers = peers
+        self._first_channel = first_channel
+        self._epoch = 0
+
+    def send(self, process: int, channel: int, shards: Sequence[jax.Array | np.ndarray]) -> None:
+        """See ``ShardLink``."""
+        self._peers.send(process, self._first_channel + channel, shards, self._epoch)
+
+    def receive(self, process: int, channel: int) -> list[bytes]:
+        """See ``ShardLink``."""
+        return self._peers.receive(process, self._first_channel + channel, self._epoch)
+
+    def renew(self) -> None:
+        """See ``StageLink``."""
+        self._epoch += 1
 
 
 def after_move(old: Peers | None, new: Peers, has_stages: bool) -> Peers | None:

@@ -1,13 +1,14 @@
-"""Which processes of a group have which pipeline stages."""
+"""Which processes of a group have which pipeline stages of which data slice."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.device.build import EnginePlan
+from jaxserve.device.sharded_model import ShardedModel
 
 
 class StageRanks(NamedTuple):
-    """The ranks of each stage's devices.
+    """The ranks of the devices of each stage of a data slice.
 
     Attributes:
         ranks: Ranks of each stage, in the order of its devices.
@@ -18,12 +19,10 @@ class StageRanks(NamedTuple):
     counts_experts: bool
 
     @classmethod
-    def of(cls, plan: EnginePlan) -> "StageRanks":
-        """Return those of a plan."""
-        ranks = [
-            [*dict.fromkeys(int(device.process_index) for device in model.mesh.devices.flat)] for model in plan.models
-        ]
-        return cls(ranks, plan.models[0].counts_expert_tokens)
+    def of(cls, stages: Sequence[ShardedModel]) -> "StageRanks":
+        """Return those of the stages of a data slice."""
+        ranks = [[*dict.fromkeys(int(device.process_index) for device in each.mesh.devices.flat)] for each in stages]
+        return cls(ranks, stages[0].counts_expert_tokens)
 
     @property
     def first_of_last(self) -> int:
@@ -48,3 +47,13 @@ class StageRanks(NamedTuple):
                 if rank in self.ranks[mine]:
                     found |= {*self.ranks[theirs]}
         return sorted(found - {rank})
+
+
+def slice_ranks(plan: EnginePlan) -> list[StageRanks]:
+    """Return the ranks of the stages of each data slice."""
+    return [StageRanks.of(stages) for stages in plan.replicas]
+
+
+def all_partners(plan: EnginePlan, rank: int) -> list[int]:
+    """Return the ranks with which a rank exchanges what the stages of any data slice hand over."""
+    return sorted({partner for ranks in slice_ranks(plan) for partner in ranks.partners(rank)})

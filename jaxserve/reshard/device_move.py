@@ -8,7 +8,7 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.api.errors import ConfigError
 from jaxserve.device.build import EnginePlan
 from jaxserve.device.runner import LocalRunner
-from jaxserve.device.stage_link import StageLink
+from jaxserve.device.stage_link import StageLinks
 from jaxserve.device.start import join_stages, make_stages, short_switch_interval, warm_up_runners
 from jaxserve.device.state_structs import compile_zeros
 from jaxserve.reshard.cache_moves import KeptState, PageMove, StateMove
@@ -47,7 +47,7 @@ class DeviceMove:
         old: The plan of the running engine.
         new: The new plan.
         exchange: Leads to the other processes; None if this one has all devices.
-        link: Leads to the processes that have other stages of the new plan; None if this one has all.
+        links: Leads to the processes that have other stages of the new plan; None if this one has all.
 
     Attributes:
         plan: The new plan.
@@ -59,10 +59,10 @@ class DeviceMove:
         old: EnginePlan,
         new: EnginePlan,
         exchange: Exchange | None = None,
-        link: StageLink | None = None,
+        links: StageLinks | None = None,
     ):
         self.plan = new
-        self._warms_up, self._exchange, self._link = config.warm_up, exchange, link
+        self._warms_up, self._exchange, self._links = config.warm_up, exchange, links
         shares = config.enable_prefix_caching and can_share_pages(old.replicas[0], new.replicas[0])
         self._stages = make_stages(new)
         with short_switch_interval():
@@ -95,14 +95,12 @@ class DeviceMove:
         self, runners: Sequence[Any], pages: Sequence[Sequence[int]], states: Sequence[Sequence[int]]
     ) -> tuple[list[LocalRunner], float]:
         """Replace the old runners, which are those of this process; see ``Mover``."""
-        first, *others = runners
         self._contents = self._transfer.read(runners, pages, states)
-        for runner in others:
-            runner.release()
-        params = move_weights(first.release(), self.plan.replicas, self._exchange)
+        held = [runner.release() for runner in runners]
+        params = move_weights(held, self.plan.replicas, self._exchange)
         empty = [None if empty_state is None else empty_state() for empty_state in self._empty_states]
         self._runners = join_stages(
-            self.plan, self._stages, [each for stages in params for each in stages], empty, self._link
+            self.plan, self._stages, [each for stages in params for each in stages], empty, self._links
         )
         return self._runners, warm_up_runners(self._runners) if self._warms_up else 0.0
 

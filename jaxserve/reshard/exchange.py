@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from checkpoints import Bounds, index_bounds
-from jaxserve.device.stage_link import StageLink
+from jaxserve.device.stage_link import ShardLink
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -46,7 +46,7 @@ class Exchange:
         link: Leads to all others; None if there are none.
     """
 
-    def __init__(self, process: int = 0, link: StageLink | None = None):
+    def __init__(self, process: int = 0, link: ShardLink | None = None):
         self.process = process
         self._link = link
 
@@ -74,7 +74,7 @@ class Exchange:
 
     def _swap(
         self,
-        link: StageLink,
+        link: ShardLink,
         parts: Mapping[_Key, Part],
         own: Mapping[_Key, np.ndarray],
         sent: Mapping[int, Sequence[_Key]],

@@ -2,14 +2,14 @@
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from jaxserve.api.errors import MemoryPlanError
 from jaxserve.device.build import EnginePlan
 from jaxserve.device.memory import device_memory_bytes, gib, resident_bytes, usable_fraction
 from jaxserve.device.sharded_model import ShardedModel
 from jaxserve.models.abstract import AbstractModel
-from jaxserve.reshard.resident_weights import move_steps
+from jaxserve.reshard.resident_weights import keepers, move_steps
 from sharding import own_device
 from sharding.mesh import Device
 from sharding.plan import bytes_per_device
@@ -63,27 +63,31 @@ def _needed_host_bytes(old: EnginePlan, new: EnginePlan) -> int:
 
 def _peaks(old: EnginePlan, new: EnginePlan, is_shared: bool = False) -> dict[Device | None, int]:
     """Return the most bytes of weights and state on each device at any time of the move; None stands for all together
-    if they share their memory. Weights of other old replicas than the first are freed before."""
+    if they share their memory. Weights of old replicas that are not taken are freed before (see ``keepers``)."""
     now: collections.Counter[Device | None] = collections.Counter()
     most: collections.Counter[Device | None] = collections.Counter()
 
-    def add(sharded: ShardedModel, size: int) -> None:
-        for device in sharded.mesh.devices.flat:
+    kept = [*zip(old.replicas, keepers(old.replicas), strict=True)]
+
+    def add(sharded: ShardedModel, size: int, processes: Collection[int] | None = None) -> None:
+        devices = sharded.mesh.devices.flat
+        for device in devices if processes is None else [each for each in devices if each.process_index in processes]:
             key = None if is_shared else device
             now[key] += size
             most[key] = max(most[key], now[key])
 
-    for sharded in old.replicas[0]:
-        add(sharded, sharded.weight_bytes)
+    held = [(sharded, processes) for stages, processes in kept for sharded in stages]
+    for sharded, processes in held:
+        add(sharded, sharded.weight_bytes, processes)
     for step in move_steps(old.replicas[0], new.replicas[0]):
         for stages in new.replicas:
             add(stages[step.new_stage], _bytes(stages[step.new_stage].abstract_model, step.new_path))
-        if step.is_last:
-            source = old.replicas[0][step.old_stage]
-            add(source, -_bytes(source.abstract_model, step.old_path))
+        for stages, processes in kept if step.is_last else ():
+            add(stages[step.old_stage], -_bytes(stages[step.old_stage].abstract_model, step.old_path), processes)
     for stages in new.replicas:
         add(stages[-1], _drafter_bytes(stages))
-    add(old.replicas[0][-1], -_drafter_bytes(old.replicas[0]))
+    for stages, processes in kept:
+        add(stages[-1], -_drafter_bytes(stages), processes)
     for sharded in new.models:
         add(sharded, _state_bytes(sharded))
     return dict(most)

@@ -20,7 +20,7 @@ from jaxserve.device.structs import shardings
 from jaxserve.layers.attention import Pools
 from jaxserve.layers.kv_layout import PoolKind
 from jaxserve.reshard.exchange import Exchange
-from jaxserve.reshard.state_transfer import can_share_states
+from jaxserve.reshard.state_transfer import can_share_states, processes_of_layers
 from sharding import own_devices
 
 _CALL_BYTES = 16 << 20  # of the pages that one call moves
@@ -185,13 +185,14 @@ class PageWrite(NamedTuple):
 
 
 def receivers_of(stages: Sequence[ShardedModel]) -> dict[int, frozenset[int]]:
-    """Return the processes that have devices with pages of each layer."""
-    return {
-        layer: frozenset(int(device.process_index) for device in sharded.mesh.devices.flat)
-        for sharded in stages
-        for stack in _Stack.all_of(sharded)
-        for layer, _, _ in stack.layers
-    }
+    """Return the processes that have devices with pages of each layer.
+
+    Args:
+        stages: The stages of all replicas.
+    """
+    return processes_of_layers(
+        (layer, sharded) for sharded in stages for stack in _Stack.all_of(sharded) for layer, _, _ in stack.layers
+    )
 
 
 class PageReader:

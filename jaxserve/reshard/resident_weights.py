@@ -6,7 +6,7 @@ at loading. So the layouts and storage methods may differ in any way, and no bit
 
 import collections
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -42,6 +42,23 @@ def _origins(stages: Sequence[ShardedModel]) -> dict[str, object]:
         for sharded in stages
         for path, param in sharded.abstract_model.logical.items()
     }
+
+
+def keepers(replicas: Sequence[Sequence[ShardedModel]]) -> list[set[int]]:
+    """Return the processes from which the weights of each replica are taken: those that have none of an earlier one.
+
+    The weights of the others are freed before. So each process keeps what it has of one replica, in one process the
+    first, and needs no other for it.
+
+    Args:
+        replicas: The stages of each replica.
+    """
+    found, earlier = list[set[int]](), set[int]()
+    for stages in replicas:
+        own = {int(device.process_index) for sharded in stages for device in sharded.mesh.devices.flat}
+        found.append(own - earlier)
+        earlier |= own
+    return found
 
 
 class MoveStep(NamedTuple):
@@ -103,11 +120,16 @@ class TakenParameter(NamedTuple):
     param: LogicalParam
     parts: dict[Bounds, list[np.ndarray]]
 
-    def parts_for(self, param: LogicalParam) -> dict[Bounds, list[np.ndarray]]:
+    def parts_for(self, params: Sequence[LogicalParam]) -> dict[Bounds, list[np.ndarray]]:
         """Return the parts by which another layout stores the parameter on devices of this process: the same memory if
-        they are the same."""
-        own = jax.process_index()
-        wanted = {bounds: None for device, bounds in _bounds_of(param).items() if device.process_index == own}
+        they are the same.
+
+        Args:
+            params: The parameter of each new replica.
+        """
+        own, param = jax.process_index(), params[0]
+        bounds_of_devices = [pair for each in params for pair in _bounds_of(each).items()]
+        wanted = {bounds: None for device, bounds in bounds_of_devices if device.process_index == own}
         if _is_stored_alike(self.param, param) and wanted.keys() <= self.parts.keys():
             return {bounds: self.parts[bounds] for bounds in wanted}
         reader, dtype = self._reader(param), param.struct.dtype
@@ -162,21 +184,36 @@ def _bounds_of(param: LogicalParam) -> dict[Device, Bounds]:
     return {device: index_bounds(tuple(index or ()), shape) for device, index in indices.items()}
 
 
+class OldStage(NamedTuple):
+    """A stage of an old replica.
+
+    Attributes:
+        sharded: The stage.
+        packed: Its packed parameters; none in a process from which they are not taken.
+        processes: The processes from which they are taken; see ``keepers``.
+    """
+
+    sharded: ShardedModel
+    packed: tuple[jax.Array, ...]
+    processes: Collection[int]
+
+
 class WeightSource:
     """The weights of an old stage, which are freed as they are taken.
 
     Args:
-        sharded: The old stage.
-        packed: Its packed parameters, none in a process without devices of it; the caller must keep no other
-            reference.
+        copies: The stage of each old replica; the caller must keep no reference to the parameters.
         wanted: Paths of the parameters that will be taken from it; others are freed at once.
         exchange: Leads to the other processes.
     """
 
-    def __init__(self, sharded: ShardedModel, packed: Iterable[jax.Array], wanted: Iterable[str], exchange: Exchange):
+    def __init__(self, copies: Sequence[OldStage], wanted: Iterable[str], exchange: Exchange):
+        sharded = copies[0].sharded
         self._exchange = exchange
         self._logical, self._structs = sharded.abstract_model.logical, sharded.abstract_model.params
-        self._own = own_devices(sharded.mesh)
+        self._copies = [(copy.sharded.abstract_model.logical, copy.processes) for copy in copies]
+        kept = [copy.sharded for copy in copies if exchange.process in copy.processes]
+        self._own = [device for each in kept for device in own_devices(each.mesh)]
         names = list(sharded.abstract_model.params)
         self._positions: dict[str, tuple[int, int | None]] = {}
         for number, group in enumerate(sharded.packing.groups):
@@ -185,7 +222,11 @@ class WeightSource:
         self._num_left = collections.Counter(
             self._positions[name][0] for path in wanted for name in self._logical[path].arrays
         )
-        self._packed = {number: array for number, array in enumerate(packed) if self._num_left[number]}
+        self._packed = dict[int, list[jax.Array]]()
+        for copy in copies:
+            for number, array in enumerate(copy.packed):
+                if self._num_left[number]:
+                    self._packed.setdefault(number, []).append(array)
         self._host: dict[int, dict[Device, np.ndarray]] = {}
 
     def take(self, path: str, wanted: Mapping[int, Sequence[Bounds]]) -> TakenParameter:
@@ -197,8 +238,10 @@ class WeightSource:
         """
         param = self._logical[path]
         owners = dict[Bounds, list[Device]]()
-        for device, bounds in _bounds_of(param).items():
-            owners.setdefault(bounds, []).append(device)
+        for logical, processes in self._copies:
+            for device, bounds in _bounds_of(logical[path]).items():
+                if device.process_index in processes:
+                    owners.setdefault(bounds, []).append(device)
         own = {
             bounds: next((each for each in devices if each in self._own), None) for bounds, devices in owners.items()
         }
@@ -221,7 +264,8 @@ class WeightSource:
             return {}
         number, layer = self._positions[name]
         if number not in self._host:
-            shards = {shard.device: shard.data for shard in self._packed.pop(number).addressable_shards}
+            arrays = self._packed.pop(number)
+            shards = {shard.device: shard.data for array in arrays for shard in array.addressable_shards}
             self._host[number] = {device: np.asarray(shards[device]) for device in devices}
         parts = self._host[number]
         self._num_left[number] -= 1
@@ -239,7 +283,7 @@ class WeightTarget:
 
     def __init__(self, models: Sequence[ShardedModel]):
         self._models = models
-        self._is_here = bool(own_devices(models[0].mesh))
+        self._is_here = any(own_devices(sharded.mesh) for sharded in models)
         self._names, self._groups = list(models[0].abstract_model.params), models[0].packing.groups
         self._group_of = _groups_of(models[0])
         self._waiting = [dict[str, dict[Bounds, np.ndarray]]() for _ in self._groups]
@@ -249,19 +293,18 @@ class WeightTarget:
         """Make the arrays of a parameter; put complete arguments on the devices of all replicas."""
         if not self._is_here:
             return
-        param = self._models[0].abstract_model.logical[path]
-        stored = taken.parts_for(param)
-        for name, *parts in zip(param.arrays, *stored.values(), strict=True):
+        params = [sharded.abstract_model.logical[path] for sharded in self._models]
+        stored = taken.parts_for(params)
+        for name, *parts in zip(params[0].arrays, *stored.values(), strict=True):
             number = self._group_of[name]
             self._waiting[number][name] = dict(zip(stored, parts, strict=True))
             if len(self._waiting[number]) == len(self._groups[number]):
                 self._put_group(number, path)
 
     def finish(self) -> list[tuple[jax.Array, ...]]:
-        """Return the packed parameters of each replica; none in a process without devices of the stage."""
-        if not self._is_here:
-            return [() for _ in self._models]
-        return [tuple(packed[number] for number in range(len(self._groups))) for packed in self._packed]
+        """Return the packed parameters of each replica; none in a process without devices of its stage."""
+        numbers = range(len(self._groups))
+        return [tuple(packed[number] for number in numbers) if packed else () for packed in self._packed]
 
     def _put_group(self, number: int, path: str) -> None:
         """Put a complete argument on the devices; the parameter at ``path`` is one of those it holds."""
@@ -272,12 +315,13 @@ class WeightTarget:
         for sharded, packed in zip(self._models, self._packed, strict=True):
             struct = sharded.abstract_params[number]
             bounds, own = _bounds_of(sharded.abstract_model.logical[path]), own_devices(sharded.mesh)
-            parts = {device: stacks[bounds[device]] for device in own}
-            packed[number] = put_parts(struct.shape, struct.sharding, parts)
+            if own:
+                parts = {device: stacks[bounds[device]] for device in own}
+                packed[number] = put_parts(struct.shape, struct.sharding, parts)
 
 
 def move_weights(
-    old: list[tuple[ShardedModel, tuple[jax.Array, ...]]],
+    old: list[list[tuple[ShardedModel, tuple[jax.Array, ...]]]],
     new: Sequence[Sequence[ShardedModel]],
     exchange: Exchange | None = None,
 ) -> list[list[tuple[jax.Array, ...]]]:
@@ -287,18 +331,23 @@ def move_weights(
     for the parameters of one kind.
 
     Args:
-        old: The stages of an old replica with their packed parameters, which are freed one after the other. The list
+        old: The stages of each old replica with their packed parameters, which are freed one after the other. The list
             is emptied; the caller must keep no other reference to them.
         new: The stages of each new replica.
         exchange: Leads to the other processes; None if this one has all devices.
     """
     exchange = exchange or Exchange()
-    last, packed = old.pop()
-    num_own = len(last.abstract_params)
-    drafters = [] if last.drafter is None else [(last.drafter.sharded, packed[num_own:])]
-    old.append((last, packed[:num_own]))
-    del packed
-    params = _move_stages(old, new, exchange)
+    replicas, drafters = list[list[OldStage]](), list[list[OldStage]]()
+    for processes in keepers([[sharded for sharded, _ in stages] for stages in old]):
+        is_kept = exchange.process in processes
+        stages = [OldStage(sharded, packed if is_kept else (), processes) for sharded, packed in old.pop(0)]
+        last = stages.pop()
+        num_own = len(last.sharded.abstract_params)
+        if last.sharded.drafter is not None:
+            drafters.append([OldStage(last.sharded.drafter.sharded, last.packed[num_own:], processes)])
+        replicas.append([*stages, last._replace(packed=last.packed[:num_own])])
+        del stages, last
+    params = _move_stages(replicas, new, exchange)
     if drafters:
         targets = [[drafter.sharded for drafter in (stages[-1].drafter,) if drafter is not None] for stages in new]
         for stages, (moved,) in zip(params, _move_stages(drafters, targets, exchange), strict=True):
@@ -307,19 +356,20 @@ def move_weights(
 
 
 def _move_stages(
-    old: list[tuple[ShardedModel, tuple[jax.Array, ...]]], new: Sequence[Sequence[ShardedModel]], exchange: Exchange
+    old: list[list[OldStage]], new: Sequence[Sequence[ShardedModel]], exchange: Exchange
 ) -> list[list[tuple[jax.Array, ...]]]:
     """Return the packed parameters of the stages of each new replica, without drafters; see ``move_weights``."""
-    models = [sharded for sharded, _ in old]
+    models = [stage.sharded for stage in old[0]]
     steps, sources = move_steps(models, new[0]), list[WeightSource]()
-    for stage, sharded in enumerate(models):
+    for stage in range(len(models)):
         wanted = dict.fromkeys(step.old_path for step in steps if step.old_stage == stage)
-        sources.append(WeightSource(sharded, old.pop(0)[1], wanted, exchange))
+        sources.append(WeightSource([stages.pop(0) for stages in old], wanted, exchange))
     targets = [WeightTarget(stages) for stages in zip(*new, strict=True)]
     held: dict[str, TakenParameter] = {}
     made = dict[str, list[LogicalParam]]()
     for step in steps:
-        made.setdefault(step.path, []).append(new[0][step.new_stage].abstract_model.logical[step.new_path])
+        for stages in new:
+            made.setdefault(step.path, []).append(stages[step.new_stage].abstract_model.logical[step.new_path])
     for step in steps:
         if step.path not in held:
             param = models[step.old_stage].abstract_model.logical[step.old_path]

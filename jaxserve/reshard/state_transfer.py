@@ -5,7 +5,7 @@ those channels in an order of their own, some of them on several devices. What f
 engines, as kernels lay it out. Each compiled program is called with a fixed number of states.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -174,13 +174,21 @@ def has_states(sharded: ShardedModel) -> bool:
 
 
 def receivers_of_states(stages: Sequence[ShardedModel]) -> dict[int, frozenset[int]]:
-    """Return the processes that have devices with states of each recurrent layer."""
-    return {
-        layer: frozenset(int(device.process_index) for device in sharded.mesh.devices.flat)
-        for sharded in stages
-        if has_states(sharded)
-        for layer, _ in _layers(sharded)
-    }
+    """Return the processes that have devices with states of each recurrent layer.
+
+    Args:
+        stages: The stages of all replicas.
+    """
+    return processes_of_layers((layer, each) for each in stages if has_states(each) for layer, _ in _layers(each))
+
+
+def processes_of_layers(layers: Iterable[tuple[int, ShardedModel]]) -> dict[int, frozenset[int]]:
+    """Return the processes that have devices of each layer, from the layers of each stage."""
+    found = dict[int, frozenset[int]]()
+    for layer, sharded in layers:
+        own = frozenset(int(device.process_index) for device in sharded.mesh.devices.flat)
+        found[layer] = found.get(layer, frozenset()) | own
+    return found
 
 
 def can_share_states(old: Sequence[ShardedModel], new: Sequence[ShardedModel]) -> bool:

@@ -139,7 +139,7 @@ def test_weights_move_bit_for_bit(case: str, tmp_path: Path) -> None:
         new = make_plan(quantized, tensor_parallel_size=tensor, **STORED)
         spans |= {param.span for param in new.models[0].abstract_model.logical.values()}
         check_same_parameters(now.replicas[0], new.replicas[0])
-        held = move_weights([*zip(now.replicas[0], held.pop(0), strict=True)], new.replicas)
+        held = move_weights([[*zip(now.replicas[0], held.pop(0), strict=True)]], new.replicas)
         now = new
         for found, program in zip([stage for stages in held for stage in stages], now.models, strict=True):
             assert contents(found) == contents(load_params(now, program)), tensor

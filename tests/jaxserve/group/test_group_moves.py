@@ -52,6 +52,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 """Models with states, which move too."""
 BACK_AND_FORTH: Moves = [("stage=2,tensor=2", None), ("tensor=4", None)]
+TWO_SLICES: Moves = [("data=2,tensor=2", None), ("tensor=4", None)]
+SLICES: Moves = [("data=2,tensor=2", None), ("data=2,stage=2", None), ("data=4", None), ("tensor=4", None)]
 CASES: list[tuple[str, int, dict[str, Any], Moves]] = [
     ("llama", 2, {"mesh": "tensor=4"}, BACK_AND_FORTH),
     ("llama", 4, {"mesh": "tensor=4"}, BACK_AND_FORTH),
@@ -61,6 +63,16 @@ CASES: list[tuple[str, int, dict[str, Any], Moves]] = [
     ("qwen3_5", 2, {"mesh": "tensor=4"}, BACK_AND_FORTH),
     ("bamba", 2, {"mesh": "stage=2"}, [("tensor=2", None), ("stage=2", None)]),
     ("llama", 2, {"mesh": "tensor=4", "speculative_config": DRAFT_MODEL}, BACK_AND_FORTH),
+    ("llama", 2, {"mesh": "tensor=4"}, SLICES),
+    ("llama", 4, {"mesh": "tensor=4"}, SLICES),
+    ("sparse", 2, {"mesh": "tensor=4"}, [("data=2,expert=2", None), ("tensor=2,expert=2", None)]),
+    ("qwen3_5", 2, {"mesh": "tensor=4"}, [("data=2,tensor=2", None), ("tensor=4", None)]),
+    (
+        "llama",
+        2,
+        {"mesh": "tensor=4", "speculative_config": DRAFT_MODEL},
+        [("data=2,tensor=2", None), ("tensor=4", None)],
+    ),
 ]
 
 
@@ -96,10 +108,10 @@ def test_moves_that_cannot_be_are_refused_and_nothing_changes(tmp_path: Path) ->
     model.mkdir()
     write_checkpoint_with_tokenizer(model, SHAPES["llama"], seed=7)
     arguments = {"model": str(model), **SETTINGS, "mesh": "tensor=2", "compilation_cache_dir": str(PROGRAMS_CACHE)}
-    moves: Moves = [("data=2", None), ("tensor=4", None), ("tensor=2", "none such"), ("stage=2", None)]
+    moves: Moves = [("data=3", None), ("tensor=4", None), ("tensor=2", "none such"), ("stage=2", None)]
     outcomes_of_group(arguments, 2, tmp_path, moves)
     *refused, moved = json.loads((tmp_path / "moves").read_text())
-    assert "mesh axis 'data' of size 2 needs one process" in refused[0]
+    assert "cannot share a mesh of 3 devices equally (data=3, stage=1, " in refused[0]
     assert "the mesh needs 4 devices" in refused[1] and "none such" in refused[2]
     assert moved["to_mesh"] == {"data": 1, "stage": 2, "tensor": 1}
 
@@ -117,12 +129,12 @@ def test_a_server_moves_while_clients_wait() -> None:
             client.start()
         try:
             with AdminClient(server.admin) as admin:
-                for mesh in ("stage=2", "tensor=2", "stage=2"):
+                for mesh in ("stage=2", "data=2", "tensor=2", "data=2", "stage=2"):
                     report = admin.reshard(mesh)
                     assert report.pause_s > 0
                     found.append(answers(server))
-                with pytest.raises(RequestError, match="mesh axis 'data' of size 2 needs one process"):
-                    admin.reshard("data=2")
+                with pytest.raises(RequestError, match="cannot share a mesh of 3 devices equally"):
+                    admin.reshard("data=3")
         finally:
             has_moved.set()
             for client in clients:
@@ -143,9 +155,9 @@ def test_a_group_that_has_moved_starts_again_where_it_was() -> None:
     flags = ("--tensor-parallel-size", "2", "--dtype", "float32", "--step-timeout", "30", "--restart-engine")
     with running_group(*flags) as server, AdminClient(server.admin) as admin:
         expected, seeds = answers(server), itertools.count()
-        for number, mesh in enumerate(("stage=2", "tensor=2"), 1):
+        for number, mesh in enumerate(("stage=2", "data=2", "tensor=2"), 1):
             admin.reshard(mesh)
-            kill(follower_pid(server) if number == 1 else engine_pid(server))
+            kill(follower_pid(server) if number < 3 else engine_pid(server))
             while server.log.read_text().count("the engine process was started again") < number:
                 body = {"prompt": "12+30=", "max_tokens": 2, "seed": next(seeds)}  # one that saw two ends is refused
                 assert post(server, "/v1/completions", body)[0] in (200, 503)

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from jaxserve.api.errors import ConfigError, EngineDeadError
-from jaxserve.device.build import EnginePlan
 from jaxserve.device.runner_interface import RowError, StepResult
 from jaxserve.group.leader import Leader
+from jaxserve.group.members import Member
 from jaxserve.group.messages import Addresses, Results
 from jaxserve.group.own_part import OwnPart
 from jaxserve.group.peers import Peers
 from jaxserve.group.results import decode_results, encode_results, merged
 from jaxserve.group.settings import GroupPlace
-from jaxserve.group.stage_ranks import StageRanks
+from jaxserve.group.stage_ranks import StageRanks, all_partners, slice_ranks
 from jaxserve.sampling.logprobs import TokenLogprobs
 from jaxserve.scheduling.plan import StepPlan
 
@@ -70,13 +70,26 @@ def test_shards_come_in_order_by_rank_and_channel() -> None:
 
 
 def test_what_was_sent_before_a_reset_is_dropped() -> None:
-    with connected(place(0), place(1)) as (zero, one):
+    with connected(place(0), place(1)) as peers:
+        zero, one = (each.of_slice(1) for each in peers)
         zero.send(1, 0, arrays(1, 2))
         zero.send(1, 0, arrays(3))
         for each in (zero, one):
             each.renew()
         zero.send(1, 0, arrays(4))
         assert numbers(*one.receive(0, 0)) == [[4, 4]]
+
+
+def test_data_slices_have_channels_and_resets_of_their_own() -> None:
+    with connected(place(0), place(1)) as peers:
+        slices = [[each.of_slice(index) for each in peers] for index in range(2)]
+        for number, (zero, one) in enumerate(slices):
+            zero.send(1, 0, arrays(number))
+            if number:
+                zero.renew()
+                one.renew()
+                zero.send(1, 0, arrays(7))
+        assert [numbers(*one.receive(0, 0)) for _, one in slices] == [[[0, 0]], [[7, 7]]]
 
 
 def test_the_end_of_a_process_is_an_error_of_those_that_wait_for_it() -> None:
@@ -148,8 +161,11 @@ def test_ranks_of_a_plan() -> None:
         for ranks in ([0, 0], [0, 1], [1, 1])
     ]
     models = [SimpleNamespace(mesh=mesh, counts_expert_tokens=True) for mesh in meshes]
-    plan: Any = SimpleNamespace(models=models)
-    assert StageRanks.of(cast("EnginePlan", plan)) == ([[0], [0, 1], [1]], True)
+    found: Any = ([[0], [0, 1], [1]], True)
+    assert StageRanks.of(cast("Any", models)) == found
+    plan: Any = SimpleNamespace(replicas=[models, models[:1]])
+    assert slice_ranks(plan) == [found, ([[0]], True)]
+    assert (all_partners(plan, 0), all_partners(plan, 1)) == ([1], [0])
 
 
 def scores(seed: int) -> TokenLogprobs:
@@ -183,13 +199,16 @@ def test_results_of_all_stages_are_merged() -> None:
 
 
 def test_results_of_steps_that_a_reset_has_dropped_are_ignored() -> None:
-    leader, inbox = Leader(place(0), print), queue.SimpleQueue[object]()
-    leader._members[1] = SimpleNamespace(inbox=inbox)  # pyright: ignore[reportArgumentType]
-    for found in (Results(3, b"3"), Results(4, b"4"), EngineDeadError("rank 1 has ended")):
-        inbox.put(found)
+    """Those of several data slices may come in another order than they are asked for."""
+    leader, member = Leader(place(0), print), Member(cast("Any", None), cast("Any", None))
+    leader._members[1] = member
+    for found in (Results(3, b"3"), Results(4, b"4"), Results(5, b"5"), EngineDeadError("rank 1 has ended")):
+        member.inbox.put(found)
+    member.forget_steps(3)
+    assert leader.results(1, 5) == b"5"
     assert leader.results(1, 4) == b"4"
     with pytest.raises(EngineDeadError, match="rank 1 has ended"):
-        leader.results(1, 5)
+        leader.results(1, 3)
 
 
 class WaitingRunner:

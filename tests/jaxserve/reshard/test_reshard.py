@@ -154,7 +154,7 @@ def test_weights_keep_their_bits(name: str, tmp_path: Path) -> None:
     for settings in [*MESHES, *(EXPERT_MESHES if "experts" in name else []), {}]:
         new = make_plan(tmp_path, **settings)
         check_same_parameters(now.replicas[0], new.replicas[0])
-        held = move_weights([*zip(now.replicas[0], held.pop(0), strict=True)], new.replicas)
+        held = move_weights([[*zip(now.replicas[0], held.pop(0), strict=True)]], new.replicas)
         now = new
         for found, program in zip([stage for stages in held for stage in stages], now.models, strict=True):
             assert contents(found) == contents(load_params(now, program)), settings
@@ -168,7 +168,7 @@ def test_stacked_weights_move_as_single_ones(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Packing, "of", lambda params, platform: of(params, "gpu"))
     old, new = make_plan(tmp_path), make_plan(tmp_path, tensor_parallel_size=4)
     assert any(len(group) > 1 for group in new.models[0].packing.groups)
-    ((found,),) = move_weights([(old.models[0], load_params(old, old.models[0]))], new.replicas)
+    ((found,),) = move_weights([[(old.models[0], load_params(old, old.models[0]))]], new.replicas)
     assert contents(found) == contents(load_params(new, new.models[0]))
 
 
