@@ -5,7 +5,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,14 +37,20 @@ def _rss_bytes(pid: int) -> float:
     return float(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES)
 
 
+def _children(pid: int) -> Iterator[int]:
+    """Return the processes that any thread of a process has started."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            yield from map(int, (task / "children").read_text().split())
+
+
 def children_values(pid: int) -> dict[str, float]:
     """Return the number and memory of a process's children."""
     count, rss_bytes = 0, 0.0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a thread or a child that has just ended
-            for child in (task / "children").read_text().split():
-                rss_bytes += _rss_bytes(int(child))
-                count += 1
+    for child in _children(pid):
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            rss_bytes += _rss_bytes(child)
+            count += 1
     return {"children": float(count), "children_rss_bytes": rss_bytes}
 
 
@@ -74,8 +80,7 @@ def tree_memory(pid: int) -> list[ProcessMemory]:
                 continue
             words = command.replace(b"\0", b" ").decode(errors="replace")
             found.append(ProcessMemory(words.strip()[-40:], _rss_bytes(one)))
-            for task in Path(f"/proc/{one}/task").iterdir():
-                waiting += ((int(child), command) for child in (task / "children").read_text().split())
+            waiting += ((child, command) for child in _children(one))
     return found
 
 
