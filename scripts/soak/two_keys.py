@@ -134,15 +134,17 @@ class _Peak:
 
     def __init__(self, pid: int):
         self._pid = pid
-        self.num_bytes = 0.0
         self.processes: list[ProcessMemory] = []
+
+    @property
+    def num_bytes(self) -> float:
+        """Their memory together."""
+        return _sum(self.processes)
 
     async def watch(self) -> None:
         """Look until it is cancelled."""
         while True:
-            found = tree_memory(self._pid)
-            if _sum(found) > self.num_bytes:
-                self.num_bytes, self.processes = _sum(found), found
+            self.processes = max(self.processes, tree_memory(self._pid), key=_sum)
             await asyncio.sleep(0.1)
 
 
