@@ -152,6 +152,7 @@ class GroupMove:
     ) -> tuple[Sequence[Runner], float]:
         """See ``Mover``."""
         old = [runner for runner in runners if isinstance(runner, GroupRunner)]
+        assert len(old) == len(runners), "a data slice runs outside the group"
         self._leader.send_all(Move(self._number, [list(each) for each in pages], [list(each) for each in states]))
         with old[0].failing():
             moved, warm_up_s = self._own.move([runner.release() for runner in old], pages, states)
