@@ -127,8 +127,8 @@ def start_engine(config: EngineConfig, leader: Leader | None = None) -> StartedE
     if AUTO in (config.tool_call_parser, config.reasoning_parser):
         logger.info("tool_call_parser: %s, reasoning_parser: %s", parsers.tools, parsers.reasoning)
     resident_before = resident_bytes()
-    link = None if leader is None else leader.link(plan)
-    made, temporary_bytes, load_s, compile_s = make_runners(plan, link)
+    links = None if leader is None else leader.link(plan)
+    made, temporary_bytes, load_s, compile_s = make_runners(plan, links)
     runners = made if leader is None else lead(leader, made, plan)
     warm_up_s = warm_up_runners(runners) if config.warm_up else 0.0
     if programs is not None:
