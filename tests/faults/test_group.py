@@ -236,14 +236,25 @@ def answers_another_request(server: RunningServer) -> bool:
     return post(server, "/v1/completions", {**BODY, "seed": time.monotonic_ns() >> 10})[0] == 200
 
 
+def kept_programs(folder: Path) -> dict[Path, int]:
+    """The programs that processes have compiled and kept, and when each was written."""
+    return {file: file.stat().st_mtime_ns for file in folder.rglob("*-cache")}
+
+
 def test_a_group_that_is_started_again(tmp_path: Path) -> None:
-    with running_group(*FLAGS, "--restart-engine", environment=faulty_environment(tmp_path)) as server:
+    """It compiles nothing then."""
+    programs = tmp_path / "programs"
+    flags = ("--restart-engine", "--compilation-cache-dir", str(programs))
+    with running_group(*FLAGS, *flags, environment=faulty_environment(tmp_path)) as server:
         group = Group(server, tmp_path)
+        compiled = kept_programs(programs)
+        assert {file.parent.name for file in compiled} == {"process-0-of-2", "process-1-of-2"}
         for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
             kill(follower_pid(server), number)
             wait_until(lambda: answers_another_request(server), "the group answers again", 120.0)
         processes = family(server.process.pid)
         assert group.ask()[0] == 200 and len(processes) == len(group.processes)
+        assert kept_programs(programs) == compiled
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
         assert_gone([*processes[1:], *group.processes[1:]], within_s=5)
