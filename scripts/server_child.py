@@ -54,19 +54,26 @@ class RunningServer:
 
 
 def _engine_of(pid: int) -> int | None:
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    for child in children_of(pid):
         with contextlib.suppress(OSError):  # it has ended
             if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
+                return child
     return None
+
+
+def children_of(pid: int) -> Iterator[int]:
+    """Return the processes that any thread of a process has started; raises OSError if it has ended."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            yield from map(int, (task / "children").read_text().split())
 
 
 def family(pid: int) -> list[int]:
     """A process and all that it and its children have started."""
     found = [pid]
     with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            found += family(int(child))
+        for child in children_of(pid):
+            found += family(child)
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxserve import LLM, RequestOutput, SamplingParams
 from jaxserve.client import Client
-from scripts.server_child import RunningServer
+from scripts.server_child import RunningServer, children_of
 from scripts.server_child import family as family
 from tests.server_process import running_server
 
@@ -105,9 +105,9 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 def follower_pid(server: RunningServer, rank: int = 1) -> int:
     """Process id of a follower, a child of the launcher."""
     launcher = server.process.pid
-    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+    for child in children_of(launcher):
         if f"--node-rank={rank}\0" in Path(f"/proc/{child}/cmdline").read_text():
-            return int(child)
+            return child
     raise AssertionError(f"process {launcher} has no follower of rank {rank}")
 
 

@@ -5,12 +5,12 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxserve.bench.serve.http import HttpClient
-from scripts.server_child import RunningServer
+from scripts.server_child import RunningServer, children_of
 from scripts.soak.report import ZERO, Sample
 
 _LINE = re.compile(r"^jaxserve:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -37,17 +37,10 @@ def _rss_bytes(pid: int) -> float:
     return float(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES)
 
 
-def _children(pid: int) -> Iterator[int]:
-    """Return the processes that any thread of a process has started."""
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):  # a thread that has just ended
-            yield from map(int, (task / "children").read_text().split())
-
-
 def children_values(pid: int) -> dict[str, float]:
     """Return the number and memory of a process's children."""
     count, rss_bytes = 0, 0.0
-    for child in _children(pid):
+    for child in children_of(pid):
         with contextlib.suppress(FileNotFoundError):  # it has just ended
             rss_bytes += _rss_bytes(child)
             count += 1
@@ -80,7 +73,7 @@ def tree_memory(pid: int) -> list[ProcessMemory]:
                 continue
             words = command.replace(b"\0", b" ").decode(errors="replace")
             found.append(ProcessMemory(words.strip()[-40:], _rss_bytes(one)))
-            waiting += ((child, command) for child in _children(one))
+            waiting += ((child, command) for child in children_of(one))
     return found
 
 

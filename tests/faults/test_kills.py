@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.server_child import RunningServer
+from scripts.server_child import RunningServer, children_of
 from tests.faults.conftest import faulty_environment
 from tests.faults.talk import assert_serves, post, wait_until
 from tests.faults.test_death import starting_server
@@ -20,9 +20,7 @@ CHOICE = {"prompt": "1+1=", "structured_outputs": {"regex": "[ab]+c"}, "max_toke
 
 def helpers(pid: int) -> set[int]:
     """Children of a process other than an engine."""
-    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]  # a list for each thread
-    children = [int(child) for child in " ".join(lists).split()]
-    return {child for child in children if b"engine_process" not in Path(f"/proc/{child}/cmdline").read_bytes()}
+    return {child for child in children_of(pid) if b"engine_process" not in Path(f"/proc/{child}/cmdline").read_bytes()}
 
 
 def kill_all(pids: set[int]) -> None:
