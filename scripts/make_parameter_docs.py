@@ -48,6 +48,7 @@ from jaxserve.server.grpc_api.open_streams import (
 from jaxserve.server.grpc_api.server import MAX_METADATA_BYTES
 from jaxserve.server.http_api.fields import MAX_NESTING
 from jaxserve.server.http_protocol import MAX_HEADER_BYTES, MAX_PIPELINED
+from jaxserve.server.long_work import LONG_WORK_SHARE, MAX_REST_S
 from jaxserve.server.poison import MAX_DEATHS
 from jaxserve.server.settings import ServerConfig
 from jaxserve.structured_output.grammar_source import GrammarLimits
@@ -124,6 +125,11 @@ FIXED: tuple[tuple[str, str, str], ...] = (
         "Lines of the log in a minute about late, malformed or too many connections",
         f"{MAX_LINES_PER_MINUTE} of each kind",
         "any client causes them, without a key; the next line tells how many were left out",
+    ),
+    (
+        "Reading long bodies and writing long responses of an API key, while others have requests",
+        f"{LONG_WORK_SHARE:.0%} of the time, times the key's `weight`; rests of at most {MAX_REST_S:g} s",
+        "they need the interpreter, for which everything else in the front end then waits",
     ),
     ("Pipelined HTTP requests of a connection", f"{MAX_PIPELINED}", "more are parsed as responses leave"),
     (

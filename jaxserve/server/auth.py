@@ -9,7 +9,8 @@ An auth file is YAML or JSON: a list of keys, each with
   default: none;
 * ``max_memory_share``: fraction of the server's ``max_admitted_bytes`` that its requests may take; default: 0.5 if
   there are several keys, else 1;
-* ``weight``: its share of turns: requests of different keys are prepared and admitted in turns; default: 1;
+* ``weight``: its share of turns: requests of different keys are prepared and admitted in turns, and the long bodies
+  and responses of one take a tenth of the time, times its weight, while others have requests; default: 1;
 * ``min_priority``: requests with a smaller number, which would run earlier, get this one; default: none;
 * ``expires``: a date or an ISO 8601 time, in UTC unless it has an offset; default: never;
 * ``tenant``: keys of the same tenant share cached pages; default: the name.

@@ -56,7 +56,7 @@ class Frontend:
         self.ledger = Ledger(budget_bytes(config))
         self.authenticator = Authenticator(config)
         self.log = RequestLog(config, model)
-        self.long_work = LongWork()
+        self.long_work = LongWork(self.ledger.has_others)
         self.model_names = tuple(config.served_model_name or (model,))
         self.created_s = int(time.time())
         self._begin_s = time.monotonic()

@@ -12,6 +12,9 @@ from jaxserve.server.byte_budget import MIN_BUDGET_BYTES, ByteBudget
 from jaxserve.server.errors import OutOfMemoryError, UnavailableError
 from jaxserve.server.tally import Tally
 
+RECENT_S = 10.0
+"""Seconds for which callers count as others after their last request."""
+
 
 class Entry(Protocol):
     """A prompt in the ledger.
@@ -60,6 +63,7 @@ class Ledger:
         self._max_num_seqs: int | None = None
         self._max_num_queued_tokens: int | None = None
         self._in_flight = Tally()  # sequences by caller
+        self._left_s: dict[str, float] = {}  # when callers had none left
         self._recent: dict[str, collections.deque[float]] = {}
         self._closed_because: str | None = "the server is starting"
         self._num_running = 0
@@ -78,6 +82,12 @@ class Ledger:
     def is_open(self) -> bool:
         """Whether the server accepts requests."""
         return self._closed_because is None
+
+    def has_others(self, name: str) -> bool:
+        """Return whether another caller has requests in flight, or had some seconds ago."""
+        since_s = self._clock() - RECENT_S
+        self._left_s = {each: left_s for each, left_s in self._left_s.items() if left_s > since_s}
+        return not {name}.issuperset((*self._in_flight.names, *self._left_s))
 
     def open(self, limit: int, *, max_num_seqs: int | None = None, max_num_queued_tokens: int | None = None) -> None:
         """Accept requests.
@@ -156,6 +166,7 @@ class Ledger:
         finally:
             self.remove_bytes(caller, num_bytes)
             self._in_flight.add(caller.name, -num_seqs)
+            self._left_s[caller.name] = self._clock()
 
     def _check_overload(self, caller: Caller, num_seqs: int) -> None:
         own_limit, num_own = caller.max_concurrent_requests, self._in_flight[caller.name]

@@ -1,7 +1,9 @@
 """Runs what would hold up the event loop on threads: reading long bodies, and writing many log-probabilities."""
 
 import asyncio
+import contextlib
 import contextvars
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +15,10 @@ MAX_ENTRIES_ON_LOOP = 4096
 """Entries of an output that are written on the event loop; more are written on a thread."""
 LONG_MESSAGE_BYTES = 1 << 16
 """Longer bodies and messages are read on a thread."""
+LONG_WORK_SHARE = 0.1
+"""Most of the time that a key of weight 1 may have for long work while others have requests: the event loop needs the
+interpreter too, and waits for it while a thread reads a body."""
+MAX_REST_S = 5.0
 _NUM_THREADS = 2
 """One for a key, and one for all others. They run Python, of which more threads at a time do no more."""
 Result = TypeVar("Result")
@@ -30,11 +36,35 @@ def is_long(output: RequestOutput) -> bool:
     return num_entries(output) > MAX_ENTRIES_ON_LOOP
 
 
-class LongWork:
-    """Threads for what takes long, on which API keys take turns."""
+class _Timed:
+    """Calls a function, and keeps how long it takes of this thread's time."""
 
     def __init__(self):
+        self.took_s = 0.0
+
+    def call(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Call the function; return its result."""
+        begin_s = time.thread_time()
+        try:
+            return function(*arguments)
+        finally:
+            self.took_s = time.thread_time() - begin_s
+
+
+class LongWork:
+    """Threads for what takes long, on which API keys take turns.
+
+    While other keys have requests, a key rests after each piece of its work, so that all pieces together take
+    ``LONG_WORK_SHARE`` of the time, times the key's weight; no rest is longer than ``MAX_REST_S``.
+
+    Args:
+        is_shared: Tells from a key whether others have requests.
+    """
+
+    def __init__(self, is_shared: Callable[[str], bool]):
         self._threads = FairThreads(_NUM_THREADS, "jaxserve-long")
+        self._is_shared = is_shared
+        self._locks: dict[str, asyncio.Lock] = {}  # of each key: held while it works, and while it rests
 
     async def run(self, turn: Turn, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call a function on a thread, in this context, and return its result.
@@ -44,8 +74,30 @@ class LongWork:
             function: The function.
             *arguments: Its arguments.
         """
-        context = contextvars.copy_context()
-        return await asyncio.wrap_future(self._threads.submit(context.run, function, *arguments, turn=turn))
+        context, timed = contextvars.copy_context(), _Timed()
+        if not turn.key:
+            return await asyncio.wrap_future(self._threads.submit(context.run, function, *arguments, turn=turn))
+        loop, lock = asyncio.get_running_loop(), self._locks.setdefault(turn.key, asyncio.Lock())
+        await lock.acquire()
+
+        def has_ended(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._rest, turn, lock, timed.took_s)
+
+        with contextlib.ExitStack() as failing:
+            failing.callback(lock.release)
+            job = self._threads.submit(timed.call, context.run, function, *arguments, turn=turn)
+            failing.pop_all()
+        job.add_done_callback(has_ended)  # also of a caller that no longer waits
+        return await asyncio.wrap_future(job)
+
+    def _rest(self, turn: Turn, lock: asyncio.Lock, took_s: float) -> None:
+        """Let the key's next piece begin, after a rest if others have requests."""
+        share = LONG_WORK_SHARE * turn.weight
+        if share < 1 and self._is_shared(turn.key):
+            asyncio.get_running_loop().call_later(min(took_s * (1 / share - 1), MAX_REST_S), lock.release)
+        else:
+            lock.release()
 
     async def read(self, turn: Turn, num_bytes: int, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call a function that reads a message: on a thread if that is long.

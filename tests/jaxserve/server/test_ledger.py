@@ -7,7 +7,7 @@ import pytest
 from jaxserve.api.errors import OverloadedError, RequestError
 from jaxserve.server.auth import Caller
 from jaxserve.server.errors import UnavailableError
-from jaxserve.server.ledger import Ledger
+from jaxserve.server.ledger import RECENT_S, Ledger
 
 ANYBODY = Caller("anybody", frozenset())
 
@@ -108,6 +108,21 @@ def test_a_key_has_a_rate() -> None:
     clock.now += 40
     with ledger.admit(one, 1):
         pass
+
+
+def test_a_key_has_others_while_they_have_requests_and_soon_after() -> None:
+    now_s = 100.0
+    ledger = Ledger(clock=lambda: now_s)
+    ledger.open(8)
+    with ledger.admit(Caller("one", frozenset())):
+        assert not ledger.has_others("one") and ledger.has_others("other")
+        with ledger.admit(Caller("other", frozenset())):
+            now_s += 2 * RECENT_S
+            assert ledger.has_others("one")
+        now_s += RECENT_S - 1
+        assert ledger.has_others("one")
+        now_s += 2
+        assert not ledger.has_others("one")
 
 
 def test_a_full_server_refuses_before_it_reads() -> None:
