@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 LogFormat = Literal["text", "json"]
 
@@ -190,6 +190,20 @@ def _prefix(log_format: LogFormat, process: str, has_prefix: bool) -> str:
 def installed_handler() -> QueueHandler | None:
     """Return the handler that ``queued_log`` has installed; None outside of it."""
     return next((one for one in logging.getLogger().handlers if isinstance(one, QueueHandler)), None)
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process once what it has logged and printed is written, for a limited time.
+
+    Nothing of what Python does at exit is done, which may wait for threads or for other processes.
+    """
+    handler = installed_handler()
+    if handler is not None:
+        handler.lines.close()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # its reader has exited, or the disk is full
+            stream.flush()
+    os._exit(status)
 
 
 @contextlib.contextmanager

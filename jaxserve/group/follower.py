@@ -4,10 +4,8 @@ import contextlib
 import dataclasses
 import faulthandler
 import logging
-import os
 import queue
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -57,6 +55,7 @@ from jaxserve.group.peers import Peers
 from jaxserve.group.results import encode_results
 from jaxserve.group.settings import GroupPlace
 from jaxserve.group.stage_ranks import all_partners, slice_ranks
+from jaxserve.log_output import end_process
 from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.models.loading import check_weights
 from jaxserve.scheduling.plan_codec import SentRows, decode_plans
@@ -144,7 +143,7 @@ class LeaderLink:
         if not is_setting:
             logger.error("%s", text)
         time.sleep(_FAREWELL_S)  # ends earlier, with the leader's reason
-        _exit(EXIT_BAD_START if is_setting else EXIT_FAILED)
+        end_process(EXIT_BAD_START if is_setting else EXIT_FAILED)
 
     def _read(self) -> None:
         try:
@@ -160,12 +159,12 @@ class LeaderLink:
                     self.inbox.put(message)
         except OSError as error:
             logger.error("the group ends: process 0 has ended: %s", error)
-            _exit(EXIT_FAILED)
+            end_process(EXIT_FAILED)
 
     def _end(self, reason: str) -> NoReturn:
         if reason:
             logger.error("the group ends: %s", reason)
-        _exit((EXIT_FAILED if self.is_running else EXIT_BAD_START) if reason else 0)
+        end_process((EXIT_FAILED if self.is_running else EXIT_BAD_START) if reason else 0)
 
     def _beat(self) -> None:
         while True:
@@ -175,13 +174,13 @@ class LeaderLink:
             is_patient = self.is_preparing or not self.is_running
             if self._silent_s > (_SILENT_AT_START_S if is_patient else _SILENT_S):
                 logger.error("the group ends: process 0 has sent nothing for %g s", self._silent_s)
-                _exit(EXIT_FAILED)
+                end_process(EXIT_FAILED)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         """Leave the end to process 0, which drains; after a second signal, end this process and so the group."""
         self._num_signals += 1
         if self._num_signals > 1:
-            _exit(EXIT_FAILED)
+            end_process(EXIT_FAILED)
         logger.warning(
             "%s: this process ends when process 0 does; a second signal ends the group", signal.strsignal(number)
         )
@@ -287,12 +286,3 @@ class Follower:
                 self._steps.task_done()
         except BaseException as error:
             self._link.fail(error)
-
-
-def _exit(status: int) -> NoReturn:
-    """End the process without JAX's barrier at exit, which would wait for processes that have ended."""
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(status)

@@ -18,6 +18,7 @@ from jaxserve.child_process import EXIT_BAD_START, EXIT_FAILED, child_environmen
 from jaxserve.group.ports import LOOPBACK, PortPair
 from jaxserve.group.replicas import mesh_sizes, processes_of_each
 from jaxserve.group.settings import SECRET_BYTES, call_when_closed
+from jaxserve.log_output import end_process
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def end_with(descriptor: int) -> None:
 
     def end() -> NoReturn:
         logger.error("the process that started this one has ended; this one ends too")
-        os._exit(EXIT_FAILED)
+        end_process(EXIT_FAILED)
 
     call_when_closed("parent_fd", descriptor, end)
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import os
 import queue
 import signal
 import socket
@@ -22,7 +21,7 @@ from jaxserve.group.messages import Beat, End, Ended, Facts, Failed, Follow, Joi
 from jaxserve.group.ports import PortPair
 from jaxserve.group.replicas import ReplicaGroups, arguments_of_groups, secret_of_group
 from jaxserve.group.settings import GroupPlace
-from jaxserve.log_output import LogFormat, relayed
+from jaxserve.log_output import LogFormat, end_process, relayed
 from jaxserve.server.engine_process.spawn import engine_command, engine_environment
 from jaxserve.server.nodes import PIECE_BYTES, UNREACHABLE_S, node_facts
 from jaxserve.server.wire import MAX_TO_ENGINE_BYTES, Start, pack, unpack
@@ -98,7 +97,7 @@ def _end_with(link: PeerConnection) -> NoReturn:
             link.receive()
     time.sleep(_FAREWELL_S)
     logger.error("the front end has ended, or cannot be reached")
-    os._exit(EXIT_FAILED)
+    end_process(EXIT_FAILED)
 
 
 @final

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -157,6 +159,21 @@ def test_all_libraries_and_warnings_use_it(capfd: pytest.CaptureFixture[str]) ->
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [line["logger"] for line in lines] == ["uvicorn.error", "jax._src", "grpc._cython", "py.warnings"]
     assert "of Python" in lines[3]["message"]
+
+
+def test_a_process_that_ends_at_once_has_written_its_log() -> None:
+    program = """
+import logging, sys
+from jaxserve.log_output import end_process, queued_log
+with queued_log("text"):
+    print("printed")
+    for number in range(5000):
+        logging.getLogger("jaxserve").error("line %d", number)
+    end_process(70)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (70, "printed\n")
+    assert [line.split()[-1] for line in ended.stderr.splitlines()] == [str(number) for number in range(5000)]
 
 
 def test_a_line_that_a_full_disk_has_torn_ends_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from jaxserve.frames import HEADER, FrameError, check_length
 from jaxserve.garbage import lasting_objects_replaced, spare_lasting_objects
 from jaxserve.group.leader import Leader
 from jaxserve.group.settings import GroupPlace
-from jaxserve.log_output import LogFormat, installed_handler, queued_log
+from jaxserve.log_output import LogFormat, end_process, queued_log
 from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.server.engine_process.outbox import Outbox
 from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
@@ -183,7 +183,7 @@ def watch(loop: Loop, outbox: Outbox, timeout_s: float) -> NoReturn:
         elif timeout_s and hung_s >= timeout_s:
             print(f"no step was completed for {timeout_s:g} s; stacks of all threads:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
-            os._exit(EXIT_FAILED)
+            end_process(EXIT_FAILED)
         outbox.send_heartbeat()
         time.sleep(interval_s)
         hung_s += interval_s
@@ -288,10 +288,4 @@ def _model(started: StartedEngine, config: EngineConfig) -> model_pb2.Model:
 def _exit(outbox: Outbox, status: int) -> NoReturn:
     """Send what waits, then exit without waiting for threads that a failed device or a template may hold up."""
     outbox.close(_FLUSH_S)
-    handler = installed_handler()
-    if handler is not None:
-        handler.close()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # its reader has exited, or the disk is full
-            stream.flush()
-    os._exit(status)
+    end_process(status)
