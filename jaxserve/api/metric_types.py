@@ -27,7 +27,7 @@ HELP = MappingProxyType(
         "idle_stage_ticks": "Number of these in which a stage had no work despite a runnable sequence per stage.",
         "expert_tokens": "Number of tokens routed to an expert, by group of layers.",
         "group_steps": "Number of steps that a process of a group other than rank 0 has finished, by rank and host.",
-        "group_sent_bytes": "Bytes of plans and other messages sent to a process of a group, by rank and host.",
+        "group_sent_bytes": "Bytes of plans and other messages from process 0 of a group to another, by rank and host.",
         "spec_decode_num_drafts": "Number of drafts verified: rows with at least one draft token.",
         "spec_decode_num_draft_tokens": "Number of draft tokens verified.",
         "spec_decode_num_accepted_tokens": "Number of draft tokens accepted.",

@@ -52,6 +52,7 @@ from jaxserve.group.messages import (
 )
 from jaxserve.group.moving_follower import FollowerMoves
 from jaxserve.group.peers import Peers
+from jaxserve.group.relays import Relay, has_relays
 from jaxserve.group.results import encode_results
 from jaxserve.group.settings import GroupPlace
 from jaxserve.group.stage_ranks import all_partners, slice_ranks
@@ -110,6 +111,7 @@ class LeaderLink:
         self.number = -1
         self.is_running = False
         self.is_preparing = False
+        self._relay: Relay | None = None
         self._silent_s = 0.0
         self._num_signals = 0
         self._connection = join_leader(place)
@@ -127,6 +129,17 @@ class LeaderLink:
         """Send a message; the end of the leader is noticed by the thread that reads."""
         with contextlib.suppress(OSError):
             self._connection.send(message)
+
+    def use_relays(self, place: GroupPlace) -> None:
+        """Connect to the processes that what process 0 sends to all is passed on to, or to the one that passes it on.
+
+        Raises:
+            ConfigError: One cannot be reached.
+        """
+        relay = Relay(place, self.own_address, self.inbox.put, self.fail)
+        self.send(relay.address)
+        relay.connect(self.expect(Addresses))
+        self._relay = relay
 
     def expect(self, kind: type[Any]) -> Any:
         """Wait for a message of a class, and return it."""
@@ -156,6 +169,8 @@ class LeaderLink:
                     faulthandler.dump_traceback(all_threads=True)
                     self.send(Stacks(self.number))
                 elif not isinstance(message, Beat):
+                    if self._relay is not None:
+                        self._relay.pass_on(message)
                     self.inbox.put(message)
         except OSError as error:
             logger.error("the group ends: process 0 has ended: %s", error)
@@ -209,6 +224,8 @@ class Follower:
         joined = self._link.expect(Joined)
         config = dataclasses.replace(config, **joined.moved)
         processes = Processes(self._place.count, joined.num_on_host, has_slices=bool(joined.moved))
+        if has_relays(self._place.count):
+            self._link.use_relays(self._place)
         self._link.send(Facts(early_facts(config)))
         self._link.expect(Agreed)
         join_job(self._place)

@@ -6,7 +6,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from jaxserve.api.config import EngineConfig
@@ -41,6 +41,7 @@ from jaxserve.group.messages import (
     ToFollower,
 )
 from jaxserve.group.peers import Peers, after_move
+from jaxserve.group.relays import direct_receivers, has_relays
 from jaxserve.group.secure_link import check_certificate
 from jaxserve.group.settings import GroupPlace, host_name
 from jaxserve.group.stage_ranks import all_partners
@@ -69,6 +70,7 @@ class Leader:
         self.place = place
         self._on_lost = on_lost
         self._members: dict[int, Member] = {}
+        self._receivers: Sequence[Member] = ()
         self._is_ending = False
         self._is_failing = threading.Event()
         self._is_lost = threading.Event()
@@ -106,8 +108,12 @@ class Leader:
             member.send(Joined(machines.count(member.hello.machine), moved or {}))
             name = f"jaxserve-rank-{member.rank}"
             threading.Thread(target=self._watch, args=(member,), name=name, daemon=True).start()
+        self._receivers = self.members
         threading.Thread(target=self._report, name="jaxserve-group-reports", daemon=True).start()
         threading.Thread(target=self._beat, name="jaxserve-group", daemon=True).start()
+        if has_relays(self.place.count):
+            self._exchange_addresses(Listening(self.place.address, self.place.port))
+            self._receivers = direct_receivers(self.members)
         logger.info("all %d processes have joined: %s", self.place.count, ", ".join(self.names))
 
     def _accept_all(self) -> None:
@@ -167,8 +173,7 @@ class Leader:
         if problem is not None:
             self._refuse_all(problem)
         numbers = least(found)
-        for member in self.members:
-            member.send(Agreed(numbers))
+        self.send_all(Agreed(numbers))
         return numbers
 
     def link(self, plan: EnginePlan) -> Peers | None:
@@ -181,11 +186,15 @@ class Leader:
         if plan.num_stages == 1:
             return None
         self._peers = peers = Peers(self.place, self.place.address, self.fail)
-        found = [peers.address, *(self._expect(member, Listening) for member in self.members)]
+        peers.connect(self._exchange_addresses(peers.address), all_partners(plan, 0))
+        return peers
+
+    def _exchange_addresses(self, own: Listening) -> Addresses:
+        """Tell all followers where each process waits for the others, and return it."""
+        found = [own, *(self._expect(member, Listening) for member in self.members)]
         addresses = Addresses([each.host for each in found], [each.port for each in found])
         self.send_all(addresses)
-        peers.connect(addresses, all_partners(plan, 0))
-        return peers
+        return addresses
 
     def wait_ready(self) -> None:
         """Wait until all followers are compiled and loaded; from now on, a lost one ends the process.
@@ -212,9 +221,9 @@ class Leader:
     # ---------------------------------------------------------------- steps
 
     def send_all(self, message: ToFollower) -> None:
-        """Send a message to every follower, without waiting for any."""
+        """Send a message to every follower, to some through relays, without waiting for any."""
         frame = None
-        for member in self.members:
+        for member in self._receivers:
             frame = member.send(message, frame)
 
     def launched(self, number: int) -> None:

@@ -69,7 +69,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where a process waits for those that it exchanges stages' arrays with."""
+    """Where a process waits for others: those that it exchanges stages' arrays with, or passes messages on to."""
 
     host: str
     port: int

@@ -4,23 +4,19 @@ import collections
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
-from jaxserve.api.errors import ConfigError
-from jaxserve.group.connection import PeerConnection, admit, dial, open_listener, welcome
-from jaxserve.group.messages import Addresses, Hello, Listening, Shard
-from jaxserve.group.secure_link import reason_of
+from jaxserve.group.connection import PeerConnection, open_listener
+from jaxserve.group.links import address_of, connect_ranks
+from jaxserve.group.messages import Addresses, Listening, Shard
 from jaxserve.group.settings import GroupPlace
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.2
-
-
+_PURPOSE = "what their pipeline stages hand over"
 _CHANNELS = 1 << 16
 """Channels of each data slice."""
 
@@ -49,8 +45,7 @@ class Peers:
     @property
     def address(self) -> Listening:
         """Where this process waits for the others."""
-        host, port, *_ = self._listener.getsockname()
-        return Listening(host, port)
+        return address_of(self._listener)
 
     def connect(self, addresses: Addresses, ranks: Sequence[int]) -> None:
         """Connect to some ranks, which do the same.
@@ -62,49 +57,12 @@ class Peers:
         Raises:
             ConfigError: One cannot be reached within ``join_timeout``, or does not have the secret.
         """
-        deadline_s = time.monotonic() + self._place.join_timeout
-        with self._listener:
-            for rank in ranks:
-                if rank < self._place.rank:
-                    self._connections[rank] = self._dialled(rank, addresses.hosts[rank], addresses.ports[rank])
-            expected = {rank for rank in ranks if rank > self._place.rank}
-            while expected - self._connections.keys():
-                self._accept(expected - self._connections.keys())
-                if time.monotonic() > deadline_s:
-                    missing = ", ".join(map(str, sorted(expected - self._connections.keys())))
-                    raise ConfigError(f"ranks {missing} did not connect to rank {self._place.rank}")
+        self._connections = connect_ranks(self._place, self._listener, addresses, ranks, _PURPOSE)
         for rank, connection in self._connections.items():
             threading.Thread(
                 target=self._read, args=(rank, connection), name=f"jaxserve-stages-{rank}", daemon=True
             ).start()
         threading.Thread(target=self._write, name="jaxserve-stages", daemon=True).start()
-
-    def _dialled(self, rank: int, host: str, port: int) -> PeerConnection:
-        try:
-            return dial(host, port, self._place, self._place.address if rank == 0 else None)
-        except OSError as error:
-            raise ConfigError(
-                f"rank {self._place.rank} cannot reach rank {rank} at {host}:{port} for what their pipeline stages "
-                f"hand over: {reason_of(error)}"
-            ) from error
-
-    def _accept(self, expected: set[int]) -> None:
-        """Take one of some ranks in, if it connects soon."""
-        self._listener.settimeout(_POLL_S)
-        try:
-            link, address = self._listener.accept()
-        except TimeoutError:
-            return
-
-        def take(hello: Hello, connection: PeerConnection) -> str | None:
-            if hello.rank not in expected:
-                return f"rank {hello.rank} is not expected at rank {self._place.rank}"
-            welcome(connection, self._place, hello)
-            connection.set_timeout(None)
-            self._connections[hello.rank] = connection
-            return None
-
-        admit(link, address[0], self._place, take)
 
     def close(self) -> None:
         """Close all connections, once no step is in flight in any process."""

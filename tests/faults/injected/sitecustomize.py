@@ -39,6 +39,8 @@ FOLLOWER_FAILS, FOLLOWER_HANGS = "follower-fails", "follower-hangs"
 FOLLOWER_DIVERGES, FOLLOWER_MISREADS = "follower-diverges", "follower-misreads"
 FOLLOWER_EXITS, FOLLOWER_EXHAUSTS = "follower-exits", "follower-exhausts"
 FOLLOWER_STALLS = "follower-stalls"
+ONE_RELAY = "one-relay"
+"""A file: in groups that start while it is there, process 0 sends steps to one follower, which passes them on."""
 DISK_FULL = "disk-full"
 """A file: processes that start while it is there can make no file longer than ``LONGEST_FILE``."""
 CLOCK = "clock"
@@ -164,6 +166,11 @@ def _patch_follower(module: Any) -> None:
     _patch_steps_of_follower(module.LocalRunner, folder / FOLLOWER_STALLS)
 
 
+def _patch_relays(module: Any) -> None:
+    if (Path(FOLDER or "") / ONE_RELAY).exists():
+        module.NUM_RELAYS = 1
+
+
 def _patch_steps_of_follower(runner: Any, stalls: Path) -> None:
     """While a file is there, a follower's device does nothing, so that those of all others wait in a collective."""
     launch, collect = runner.launch, runner.collect
@@ -197,6 +204,7 @@ PATCHES: dict[str, Callable[[Any], None]] = {
     "jaxserve.device.runner": _patch_runner,
     "jaxserve.engine.startup": _patch_startup,
     "jaxserve.group.follower": _patch_follower,
+    "jaxserve.group.relays": _patch_relays,
 }
 
 
