@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -11,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxserve.api.errors import ConfigError, JaxserveError
@@ -161,11 +162,26 @@ def _add_eval(commands: Any) -> None:
     _add_common(parser, _evaluate)
 
 
+@contextlib.contextmanager
+def _quiet_grpc() -> Iterator[None]:
+    """Let gRPC's C library, which is imported in the block, write nothing unless ``GRPC_VERBOSITY`` says so.
+
+    It would write a line to standard error for each handshake that fails, in its own form, and wait while a pipe there
+    is full. The C library in JAX must not see the variable: nothing would be written of errors that end the process.
+    """
+    if "GRPC_VERBOSITY" in os.environ:
+        yield
+        return
+    os.environ["GRPC_VERBOSITY"] = "NONE"
+    try:
+        yield
+    finally:
+        del os.environ["GRPC_VERBOSITY"]
+
+
 def _serve(options: argparse.Namespace) -> None:
-    # gRPC's C library reads this when it is imported. Otherwise it writes a line to standard error for each handshake
-    # that fails, in its own form, and waits while a pipe there is full.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from jaxserve.server.main import serve
+    with _quiet_grpc():
+        from jaxserve.server.main import serve
 
     arguments, config, group = command.serve_arguments(options)
     if group.is_on_ray:

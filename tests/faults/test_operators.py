@@ -17,7 +17,7 @@ import httpx2
 import pytest
 
 from jaxserve.server.proto.jaxserve.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
-from scripts.server_child import REPOSITORY, RunningServer, as_flags
+from scripts.server_child import REPOSITORY, RunningServer, as_flags, children_of
 from tests.certificates import Authority
 from tests.faults.conftest import faulty_environment
 from tests.faults.steps import slow_steps
@@ -94,6 +94,8 @@ def test_failed_handshakes_write_no_lines_of_another_form(tmp_path: Path) -> Non
     with starting_server(tmp_path, *flags, *as_flags(made.settings)) as process:
         wait_until(lambda: fails_a_handshake(port), "it listens")
         assert all(fails_a_handshake(port) for _ in range(20))
+        environments = [Path(f"/proc/{child}/environ").read_bytes() for child in children_of(process.pid)]
+        assert environments and all(b"GRPC_VERBOSITY" not in each for each in environments)  # there JAX must write
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
