@@ -32,7 +32,8 @@ from tests.slow_relay import slow_relay
 
 pytestmark = pytest.mark.slow
 FLAGS = ("--tensor-parallel-size", "4", "--dtype", "float32", "--allowed-hosts", "*", *ENGINE)
-NETWORK = "10.213.77"
+NETWORK = f"10.213.{os.getpid() % 254}"
+"""Another one than that of a run that was killed, whose hosts are left."""
 _COUNT = itertools.count(1)
 PORT = 29500
 DELAY_S = 0.05

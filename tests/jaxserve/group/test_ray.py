@@ -92,9 +92,9 @@ def members(head: int) -> list[int]:
     """The processes of the group, in the order of their ranks: children of the cluster's actors."""
     found = dict[int, int]()
     for pid in family(head):
-        rank = re.search(rb"--node-rank=(\d)", Path(f"/proc/{pid}/cmdline").read_bytes())
-        if rank is not None:
-            found[int(rank[1])] = pid
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            if (rank := re.search(rb"--node-rank=(\d)", Path(f"/proc/{pid}/cmdline").read_bytes())) is not None:
+                found[int(rank[1])] = pid
     return [found[rank] for rank in sorted(found)]
 
 
