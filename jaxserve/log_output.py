@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, Literal, NoReturn
@@ -206,6 +207,17 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
+def stacks_of_threads() -> str:
+    """Return what all Python threads of this process are at, for one message: two processes that log to the same place
+    would otherwise tear each other's lines."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = [
+        f"{names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in sys._current_frames().items()
+    ]
+    return "stacks of all threads:\n" + "".join(found).rstrip()
+
+
 @contextlib.contextmanager
 def relayed(process: str, has_prefix: bool = False) -> Iterator[int]:
     """Yield the descriptor that a child process started in the block writes its log to.
@@ -272,8 +284,8 @@ def json_line(record: logging.LogRecord, process: str) -> str:
         "message": record.getMessage(),
         **(_FIELDS.get() or {}),
     }
-    traceback = _traceback(record)
-    return json.dumps({**found, "traceback": traceback.strip()} if traceback else found)
+    error = _traceback(record)
+    return json.dumps({**found, "traceback": error.strip()} if error else found)
 
 
 def _time(record: logging.LogRecord) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import faulthandler
 import logging
 import queue
 import signal
@@ -56,7 +55,7 @@ from jaxserve.group.relays import Relay, has_relays
 from jaxserve.group.results import encode_results
 from jaxserve.group.settings import GroupPlace
 from jaxserve.group.stage_ranks import all_partners, slice_ranks
-from jaxserve.log_output import end_process
+from jaxserve.log_output import end_process, stacks_of_threads
 from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.models.loading import check_weights
 from jaxserve.scheduling.plan_codec import SentRows, decode_plans
@@ -166,7 +165,7 @@ class LeaderLink:
                 if isinstance(message, End):
                     self._end(message.reason)
                 elif isinstance(message, ShowStacks):
-                    faulthandler.dump_traceback(all_threads=True)
+                    logger.error("%s", stacks_of_threads())
                     self.send(Stacks(self.number))
                 elif not isinstance(message, Beat):
                     if self._relay is not None:

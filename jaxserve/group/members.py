@@ -1,7 +1,6 @@
 """The followers of a group as its leader knows them."""
 
 import contextlib
-import faulthandler
 import logging
 import os
 import queue
@@ -29,6 +28,7 @@ from jaxserve.group.messages import (
     Stacks,
     ToFollower,
 )
+from jaxserve.log_output import stacks_of_threads
 
 logger = logging.getLogger(__name__)
 
@@ -239,6 +239,6 @@ def show_stacks(members: Sequence[Member]) -> list[Member]:
     for member in members:
         member.shown.clear()
         member.send(ShowStacks())
-    faulthandler.dump_traceback(all_threads=True)
+    logger.error("%s", stacks_of_threads())
     until_s = time.monotonic() + _STACKS_S
     return [member for member in members if not member.shown.wait(max(0.0, until_s - time.monotonic()))]

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from jaxserve.log_output import (
     json_line,
     note_log_fields,
     queued_log,
+    stacks_of_threads,
     text_line,
 )
 
@@ -174,6 +176,23 @@ with queued_log("text"):
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout) == (70, "printed\n")
     assert [line.split()[-1] for line in ended.stderr.splitlines()] == [str(number) for number in range(5000)]
+
+
+def test_stacks_name_threads_and_what_they_are_at() -> None:
+    ends = threading.Event()
+
+    def wait_for_the_end() -> None:
+        ends.wait()
+
+    waiting = threading.Thread(target=wait_for_the_end, name="one that waits")
+    waiting.start()
+    found = stacks_of_threads()
+    ends.set()
+    waiting.join()
+    assert found.startswith("stacks of all threads:\n") and "MainThread:\n" in found
+    assert ", in wait_for_the_end\n" in found.partition("one that waits:\n")[2]
+    line = json.loads(json_line(record("%s", found), "rank 1"))
+    assert line["message"] == found
 
 
 def test_a_line_that_a_full_disk_has_torn_ends_before_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from jaxserve.frames import HEADER, FrameError, check_length
 from jaxserve.garbage import lasting_objects_replaced, spare_lasting_objects
 from jaxserve.group.leader import Leader
 from jaxserve.group.settings import GroupPlace
-from jaxserve.log_output import LogFormat, end_process, queued_log
+from jaxserve.log_output import LogFormat, end_process, queued_log, stacks_of_threads
 from jaxserve.models.drafters.speculators import with_verifier
 from jaxserve.server.engine_process.outbox import Outbox
 from jaxserve.server.engine_process.serving import Resharded, Serving, max_num_seqs
@@ -181,8 +181,7 @@ def watch(loop: Loop, outbox: Outbox, timeout_s: float) -> NoReturn:
         if num_done != loop.num_done or loop.is_idle:
             num_done, hung_s = loop.num_done, 0.0
         elif timeout_s and hung_s >= timeout_s:
-            print(f"no step was completed for {timeout_s:g} s; stacks of all threads:", file=sys.stderr, flush=True)
-            faulthandler.dump_traceback(all_threads=True)
+            logger.error("no step was completed for %g s; %s", timeout_s, stacks_of_threads())
             end_process(EXIT_FAILED)
         outbox.send_heartbeat()
         time.sleep(interval_s)
