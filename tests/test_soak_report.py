@@ -25,7 +25,7 @@ def judged(samples: list[dict[str, float]], **after: float) -> Report:
 def test_what_stays_the_same_is_clean() -> None:
     report = judged([{}] * 30)
     assert report.is_clean
-    assert report.rises["front_fds"] == pytest.approx({"mean": 100.0, "rise": 0.0, "allowed": 11.0})
+    assert report.rises["front_fds"] == pytest.approx({"mean": 100.0, "rise": 0.0, "allowed": 8.0})
     assert report.lines()[-1] == "clean"
 
 
@@ -36,19 +36,12 @@ def test_growth_in_the_warm_up_does_not_count() -> None:
 def test_a_leak_is_found_in_noise() -> None:
     noise = (3.0, -2.0, 1.0, -3.0, 2.0, 0.0, -1.0)
     still = [{"front_fds": 100 + noise[i % 7]} for i in range(60)]
-    leaking = [{"front_fds": 100 + noise[i % 7] + i / 3} for i in range(60)]
+    leaking = [{"front_fds": 100 + noise[i % 7] + i / 4} for i in range(60)]
     assert judged(still).is_clean
     report = judged(leaking)
     assert report.num_problems == 1
     assert report.problems[0].startswith("front_fds rose by ")
-    assert report.rises["front_fds"]["rise"] == pytest.approx(13.3, abs=0.7)
-
-
-def test_connections_that_come_and_go_are_no_leak() -> None:
-    noise = (300.0, -200.0, 100.0, -300.0, 200.0, 0.0, -100.0)
-    samples = [{"front_fds": 2000 + noise[i % 7]} for i in range(700)]
-    assert judged([{"front_fds": each["front_fds"] + i / 25} for i, each in enumerate(samples)]).is_clean
-    assert not judged([{"front_fds": each["front_fds"] + i / 5} for i, each in enumerate(samples)]).is_clean
+    assert report.rises["front_fds"]["rise"] == pytest.approx(10, abs=0.7)
 
 
 def test_memory_may_rise_by_a_share_of_it() -> None:

@@ -41,13 +41,11 @@ class Limit:
 
 
 # Thousands of requests a minute: what leaks once in a hundred is far above these. Below them is what caches and
-# allocators still take, and what pools of threads (of a fixed size, filled when they are first busy) still start. Of
-# thousands of connections that come and go, hundreds more or fewer are open from one sample to the next, and the line
-# through an hour of samples rises or falls by 1 to 2 % by chance: those that leak are counted once all is quiet.
+# allocators still take, and what pools of threads (of a fixed size, filled when they are first busy) still start.
 LIMITS = (
     Limit("front_rss_bytes", 4 * MIB, 0.03),
     Limit("engine_rss_bytes", 16 * MIB, 0.03),
-    Limit("front_fds", 8.0, 0.03),
+    Limit("front_fds", 8.0),
     Limit("engine_fds", 4.0),
     Limit("front_threads", 6.0),
     Limit("engine_threads", 6.0),
