@@ -123,6 +123,14 @@ class PeerConnection:
         self._link.close()
 
 
+def send_to_each(connections: Iterable[PeerConnection], message: ToFollower) -> None:
+    """Send a message over several connections, packed once; the end of a process is noticed by who receives from it."""
+    frame = CODEC.pack(message, MAX_BYTES)
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.send_frame(frame)
+
+
 def open_connection(
     link: socket.socket, place: GroupPlace, is_leader: bool, peer_name: str | None = None
 ) -> PeerConnection:

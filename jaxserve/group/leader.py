@@ -20,6 +20,7 @@ from jaxserve.group.connection import (
     listen,
     machine_name,
     not_joined,
+    send_to_each,
     welcome,
     wrong_place,
 )
@@ -222,9 +223,7 @@ class Leader:
 
     def send_all(self, message: ToFollower) -> None:
         """Send a message to every follower, to some through relays, without waiting for any."""
-        frame = None
-        for member in self._receivers:
-            frame = member.send(message, frame)
+        send_to_each([member.connection for member in self._receivers], message)
 
     def launched(self, number: int) -> None:
         """Note that a step is launched."""

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxserve.api.errors import ConfigError, EngineDeadError, JaxserveError
-from jaxserve.group.connection import PeerConnection, machine_name
+from jaxserve.group.connection import PeerConnection, machine_name, send_to_each
 from jaxserve.group.messages import (
-    CODEC,
-    MAX_BYTES,
     Beat,
     Done,
     Failed,
@@ -82,12 +80,9 @@ class Member:
         """Its name in messages."""
         return f"rank {self.hello.rank} (host {self.hello.host}, process {self.hello.pid})"
 
-    def send(self, message: ToFollower, frame: bytes | None = None) -> bytes:
-        """Send a message, packed as ``frame`` if it is; return the frame. Its end is noticed by who receives."""
-        frame = CODEC.pack(message, MAX_BYTES) if frame is None else frame
-        with contextlib.suppress(OSError):
-            self.connection.send_frame(frame)
-        return frame
+    def send(self, message: ToFollower) -> None:
+        """Send a message. Its end is noticed by who receives."""
+        send_to_each([self.connection], message)
 
     def results_of(self, number: int) -> bytes:
         """Wait for what it reports of a step. Those of other data slices may come before; they are kept.

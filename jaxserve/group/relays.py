@@ -4,15 +4,14 @@ Process 0 sends to the first ``NUM_RELAYS`` followers, and each of these to its 
 connections away at most. What concerns a single process, the ends and the signs of life go directly.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from jaxserve.group.connection import PeerConnection, open_listener
+from jaxserve.group.connection import PeerConnection, open_listener, send_to_each
 from jaxserve.group.links import address_of, connect_ranks
-from jaxserve.group.messages import CODEC, MAX_BYTES, Addresses, Listening, ToFollower
+from jaxserve.group.messages import Addresses, Listening, ToFollower
 from jaxserve.group.settings import GroupPlace
 
 NUM_RELAYS = 16
@@ -95,10 +94,7 @@ class Relay:
         """Send a message that process 0 has sent to all to those that get it from this one; a lost one is noticed by
         process 0."""
         if self._is_relay and self.connections:
-            frame = CODEC.pack(message, MAX_BYTES)
-            for connection in self.connections:
-                with contextlib.suppress(OSError):
-                    connection.send_frame(frame)
+            send_to_each(self.connections, message)
 
     def _read(self, rank: int, connection: PeerConnection) -> None:
         try:
