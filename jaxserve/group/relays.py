@@ -44,7 +44,7 @@ def relay_partners(rank: int, count: int) -> Sequence[int]:
 
 
 class Relay:
-    """The part of a follower, also of one that gets from a relay what process 0 sends to all.
+    """What a follower does to pass messages on, or to get those that are passed on to it.
 
     Attributes:
         connections: Those to the ranks that it passes on to, or the one to its relay.
