@@ -1,6 +1,8 @@
 """The judgement of ``scripts/soak_server.py``: what counts as grown, stuck or wrong."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 
 from scripts.soak.report import LIMITS, MIB, QUIET, ZERO, Report, Sample, rise
-from scripts.soak.watch import tree_memory
+from scripts.soak.watch import tree_memory, unconnected_descriptors
 
 STILL = {**{limit.name: 100.0 for limit in LIMITS}, **dict.fromkeys(ZERO, 0.0), "compiles_after_ready_total": 0.0}
 
@@ -100,3 +102,23 @@ def test_memory_is_counted_once_while_a_child_starts() -> None:
             found = [one.rss_bytes for one in tree_memory(process.pid)]
             most, alone = max(most, sum(found)), max([alone, *found])
     assert 100 * MIB < most < alone + 50 * MIB
+
+
+@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_a_connection_counts_as_a_descriptor_once_the_other_side_has_left(family: int, host: str) -> None:
+    try:
+        listener = socket.create_server((host, 0), family=family)
+    except OSError as error:
+        pytest.skip(f"{host} is not there: {error}")
+    at_rest = unconnected_descriptors(os.getpid())
+    clients = [socket.create_connection(listener.getsockname()[:2]) for _ in range(3)]
+    accepted = [listener.accept()[0] for _ in clients]
+    with listener:
+        assert unconnected_descriptors(os.getpid()) == at_rest
+        clients[0].close()
+        assert accepted[0].recv(1) == b""
+        assert unconnected_descriptors(os.getpid()) == at_rest + 1
+        accepted[0].close()
+        assert unconnected_descriptors(os.getpid()) == at_rest
+    for connection in (*clients, *accepted):
+        connection.close()

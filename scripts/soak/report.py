@@ -17,8 +17,9 @@ class Sample:
 
     Attributes:
         time_s: Since the start of the run.
-        values: Numbers by name: of both processes ``*_rss_bytes``, ``*_fds``, ``*_threads``; how many ``children`` the
-            engine has, and their memory; and those of ``/metrics``.
+        values: Numbers by name: of both processes ``*_rss_bytes``, ``*_fds`` (under load the front end's without its
+            established connections), ``*_threads``; how many ``children`` the engine has, and their memory; and those
+            of ``/metrics``.
     """
 
     time_s: float

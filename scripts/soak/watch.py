@@ -17,6 +17,8 @@ _LINE = re.compile(r"^jaxserve:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _NAMES = {*ZERO, "compiles_after_ready_total", "requests_refused_total", "steps_total", "num_preemptions_total"}
 ReadValues = Callable[[RunningServer, HttpClient], Awaitable[dict[str, float]]]
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_STATE, _INODE, _ESTABLISHED = 3, 9, "01"
+"""Columns of ``/proc/net/tcp``, and the state of a connection that both sides keep."""
 
 
 def process_values(prefix: str, pid: int) -> dict[str, float]:
@@ -31,6 +33,37 @@ def process_values(prefix: str, pid: int) -> dict[str, float]:
         f"{prefix}_fds": float(len(list((folder / "fd").iterdir()))),
         f"{prefix}_threads": float(len(list((folder / "task").iterdir()))),
     }
+
+
+def unconnected_descriptors(pid: int) -> int:
+    """Return how many descriptors a process has besides those of established TCP connections.
+
+    With thousands of connections that come and go, the total says nothing about a leak. A connection that the other
+    side has closed is not established any more, and counts until this process closes it too. What is opened or closed
+    while this function looks does not count.
+
+    Raises:
+        FileNotFoundError: The process has exited.
+    """
+    before = _descriptors(pid)
+    established = set[str]()
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                columns = line.split()
+                if columns[_STATE] == _ESTABLISHED:
+                    established.add(f"socket:[{columns[_INODE]}]")
+    after = _descriptors(pid)
+    return sum(target not in established for number, target in after.items() if before.get(number) == target)
+
+
+def _descriptors(pid: int) -> dict[str, str]:
+    """Return the descriptors of a process, and what each refers to."""
+    found = dict[str, str]()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has just been closed
+            found[entry.name] = str(entry.readlink())
+    return found
 
 
 def _rss_bytes(pid: int) -> float:
@@ -91,12 +124,14 @@ async def server_values(server: RunningServer, client: HttpClient) -> dict[str, 
 
 
 async def watch(server: RunningServer, samples: list[Sample], interval_s: float) -> None:
-    """Take samples until it is cancelled."""
+    """Take samples until it is cancelled; the front end's descriptors are those besides established connections."""
     client = HttpClient(server.http, server.headers)
     start_s = time.monotonic()
     try:
         while True:
-            samples.append(Sample(time.monotonic() - start_s, await server_values(server, client)))
+            values = await server_values(server, client)
+            values["front_fds"] = float(unconnected_descriptors(server.process.pid))
+            samples.append(Sample(time.monotonic() - start_s, values))
             await asyncio.sleep(interval_s)
     finally:
         await client.close()
