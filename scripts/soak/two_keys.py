@@ -69,7 +69,7 @@ async def compare(
     report.before = await wait_until_quiet(server, AFTER_S, SETTLE_S)
     peak = _Peak(server.process.pid)
     watching = [
-        asyncio.create_task(watch(server, report.samples, max(0.5, duration_s / 2000))),
+        asyncio.create_task(watch(server, report.samples, max(2.0, duration_s / 600))),
         asyncio.create_task(peak.watch()),
     ]
     start_s, report.outcomes = time.monotonic(), {}

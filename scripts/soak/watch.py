@@ -17,8 +17,8 @@ _LINE = re.compile(r"^jaxserve:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _NAMES = {*ZERO, "compiles_after_ready_total", "requests_refused_total", "steps_total", "num_preemptions_total"}
 ReadValues = Callable[[RunningServer, HttpClient], Awaitable[dict[str, float]]]
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_STATE, _INODE, _ESTABLISHED = 3, 9, "01"
-"""Columns of ``/proc/net/tcp``, and the state of a connection that both sides keep."""
+_ESTABLISHED = re.compile(rb"^ *\d+: \S+ \S+ 01(?: +\S+){5} +(\d+)", re.MULTILINE)
+"""Finds in ``/proc/net/tcp`` the inodes of connections that both sides keep."""
 
 
 def process_values(prefix: str, pid: int) -> dict[str, float]:
@@ -49,20 +49,18 @@ def unconnected_descriptors(pid: int) -> int:
     established = set[str]()
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):  # a kernel without IPv6
-            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-                columns = line.split()
-                if columns[_STATE] == _ESTABLISHED:
-                    established.add(f"socket:[{columns[_INODE]}]")
+            table = Path(f"/proc/{pid}/net/{name}").read_bytes()
+            established.update(f"socket:[{int(inode)}]" for inode in _ESTABLISHED.findall(table))
     after = _descriptors(pid)
     return sum(target not in established for number, target in after.items() if before.get(number) == target)
 
 
 def _descriptors(pid: int) -> dict[str, str]:
     """Return the descriptors of a process, and what each refers to."""
-    found = dict[str, str]()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
+    folder, found = f"/proc/{pid}/fd", dict[str, str]()
+    for number in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):  # it has just been closed
-            found[entry.name] = str(entry.readlink())
+            found[number] = os.readlink(f"{folder}/{number}")
     return found
 
 
@@ -130,7 +128,7 @@ async def watch(server: RunningServer, samples: list[Sample], interval_s: float)
     try:
         while True:
             values = await server_values(server, client)
-            values["front_fds"] = float(unconnected_descriptors(server.process.pid))
+            values["front_fds"] = float(await asyncio.to_thread(unconnected_descriptors, server.process.pid))
             samples.append(Sample(time.monotonic() - start_s, values))
             await asyncio.sleep(interval_s)
     finally:
