@@ -27,11 +27,10 @@ def process_values(prefix: str, pid: int) -> dict[str, float]:
     Raises:
         FileNotFoundError: The process has exited.
     """
-    folder = Path(f"/proc/{pid}")
     return {
         f"{prefix}_rss_bytes": _rss_bytes(pid),
-        f"{prefix}_fds": float(len(list((folder / "fd").iterdir()))),
-        f"{prefix}_threads": float(len(list((folder / "task").iterdir()))),
+        f"{prefix}_fds": float(len(os.listdir(f"/proc/{pid}/fd"))),
+        f"{prefix}_threads": float(len(os.listdir(f"/proc/{pid}/task"))),
     }
 
 
