@@ -35,7 +35,7 @@ class JsonScanner:
         self._stack: list[str] = []
         self._state = "value"
         self._is_key = False
-        self._pending: str = ""  # The rest of a literal, or of a \\uXXXX escape (one character per missing digit).
+        self._pending: str = ""  # The rest of a literal, or one character for each missing digit of a \u escape.
         self._number = ""
         self.is_done = False
         self.is_broken = False
